@@ -108,7 +108,7 @@ class Auto:
         """Choose wait and skip for the round that begins."""
         if state.hidden:
             return self._stay_synchronous(state, measurements)
-        if state.memory > 0 or measurements.required_gain > 1:
+        if state.memory > 0 or measurements.required_gain > 0:
             return self._tune_normalized(state, measurements)
         return self._tune_linear(state, measurements)
 

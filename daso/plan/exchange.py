@@ -86,22 +86,22 @@ class ExchangeRules:
 
     def statistics(
         self, state: ExchangeState, tally: Tally, clipping: float = 0.0
-    ) -> tuple[float, float]:
-        """Return the drift and the required gain of the last exchange; 0: not measured.
+    ) -> tuple[float, float, float]:
+        """Return drift, required gain and clipped gain of the last exchange; 0: not measured.
 
         Args:
             state: Before the exchange.
             tally: Sums of the last exchange over all ranks.
-            clipping: Times by which clipping shortened steps; 0: not seen. A linear optimizer
+            clipping: Factor by which clipping shortened steps; 0: not seen. A linear optimizer
                 needs a gain of that at most.
         """
         drift = tally.drift(nodes=self.nodes, batches=state.batches)
         momentum = self.linear_momentum if clipping else self.momentum
         if momentum is None:
-            return drift, 0.0
+            return drift, 0.0, 0.0
         sums = tally.distance, tally.moved
         gain = required_gain(*sums, nodes=self.nodes, batches=state.batches, momentum=momentum)
-        return drift, min(gain, clipping) if clipping else gain
+        return (drift, 0.0, min(gain, clipping)) if clipping else (drift, gain, 0.0)
 
     def learn(
         self, state: ExchangeState, sent: Sent, agreed: Measurements
@@ -177,7 +177,7 @@ def next_wire(
     measured = step_seconds > 0 and seconds > 0 and numel >= MIN_NUMEL
     if not measured or not {NARROW, NARROWEST} <= set(choices):
         return now
-    if measurements.required_gain <= 1:  # steps are linear in gradients, or not measured yet
+    if not measurements.required_gain:  # not an optimizer that normalizes, or not measured yet
         return now
     batches = seconds / step_seconds * BITS[NARROW] / BITS[timed]
     most = BATCHES if now == NARROW else BATCHES * RETURN

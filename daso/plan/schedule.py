@@ -84,6 +84,7 @@ class Measurements:
     # That an exchange of small tensors alone takes from training: of the rank that loses most, and
     # what the rank that waits least waits for others: who waits for a slower one loses nothing.
     small_seconds: float = 0.0
+    clipped_gain: float = 0.0  # required where gradients are clipped, of a linear optimizer
 
     def batches(self, seconds: float) -> float:
         """Return seconds in steps; 0 if steps were not measured."""
@@ -255,9 +256,8 @@ def after_exchange(
     """Return the acts after ranks agreed on measurements, and the state for the batches to come."""
     state = replace(state, small=state.small.measured(measurements.small_seconds))
     acts, state = _turn(state, policy.tune_exchange(state, measurements))
-    return acts, replace(
-        state, measurements=measurements, gain=next_gain(state.gain, measurements.required_gain)
-    )
+    required = measurements.required_gain or measurements.clipped_gain
+    return acts, replace(state, measurements=measurements, gain=next_gain(state.gain, required))
 
 
 def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Action, ...], State]:

@@ -75,7 +75,7 @@ def read_run(folder: Path) -> Recorded:
             jitter=min(MOST_JITTER, _spread(steps) * math.sqrt(max(1.0, 2 * batches / math.pi))),
             lr=found[-1]["lr"],
             drift=statistics.median(one["drift"] for one in found) / (1 - 1 / nodes),
-            normalizes=any(one.get("required_gain", 0) > 1 for one in found),
+            normalizes=any(one.get("required_gain", 0) > 0 for one in found),
         ),
         (
             f"step times, their spread, exchange times and drift: medians of the last "

@@ -18,12 +18,13 @@ from daso.train.channels import Channels
 from daso.train.metrics import Metrics
 from daso.train.misuse import checksum, first_nonfinite, gradient_checksum
 from daso.train.model.frozen import FrozenParameters
-from daso.train.model.params import Named, Trained, check_sharding
+from daso.train.model.params import Named, Trained, broadcast, check_sharding
 from daso.train.model.shards import is_sharded, local_part
 from daso.train.model.shared import common_tensors
 from daso.train.reducers import DdpFinder
 from daso.train.state_sync import (
     average_tensors,
+    coded_state,
     drop_partial_state,
     mend_buffers,
     state_digest,
@@ -255,7 +256,8 @@ class Coordinator:
             raise ExchangeError(
                 f"every rank must take the same number of steps, but rank {steps.index(fewest)} "
                 f"took {fewest:.0f} and rank {steps.index(most)} took {most:.0f}; give every rank "
-                f"the same number of batches"
+                f"the same number of batches, and let every rank call synchronize(), averaged() "
+                f"and end_epoch() behind the same step"
             )
 
     def mean(self, value: float, *, of_step: bool = False) -> float:
@@ -266,13 +268,17 @@ class Coordinator:
     def join(self) -> None:
         """Average the inner optimizer's state: from here all nodes take the same steps.
 
+        Moments that are kept as codes become those of the first node.
+
         Collective over the world; blocking.
         """
         self.gather(0.0)
         inner, named = self.trained.inner, self.trained.named
         drop_partial_state(inner, named, self._unlike(state_keys(inner, named)))
-        tensors = [*state_tensors(inner, named).values()]
-        self.average(tensors)
+        tensors, coded = [*state_tensors(inner, named).values()], coded_state(inner, named)
+        codes = {id(tensor) for tensor in coded}
+        self.average([tensor for tensor in tensors if id(tensor) not in codes])
+        broadcast(coded, self._replicas)
         self.metrics.event("join", tensors=len(tensors))
 
     def average_others(self) -> None:
@@ -280,8 +286,20 @@ class Coordinator:
 
         Collective over the world; blocking.
         """
-        self._average_over(self.topology, [*self._common_buffers(), *self._frozen_apart()])
-        self._frozen.equal_now()
+        buffers = self._common_buffers()
+        self._mend(buffers)
+        self._average_over(self.topology, [*buffers, *self._frozen_apart()])
+        self._frozen.agree([name for name, _ in self._frozen.named()])
+
+    def _mend(self, buffers: list[torch.Tensor]) -> None:
+        """Give infinite values of buffers the mean of the ranks that have finite ones.
+
+        An observer that saw no batch on some rank holds them. Collective; blocking.
+        """
+        masks = checksum(one.isfinite() for one in buffers if one.is_floating_point())
+        lowest, highest = self.extremes(masks)
+        if lowest != highest:  # masks of -inf are the same on all ranks
+            mend_buffers(buffers, partial(self._average_over, self.topology))
 
     def _frozen_apart(self) -> list[torch.Tensor]:
         """Return frozen parameters that ranks hold differently. Collective; blocking."""
@@ -292,12 +310,13 @@ class Coordinator:
         }
         everyones = self._unlike(digests)
         apart = {name for name in digests if len({one.get(name) for one in everyones}) > 1}
+        self._frozen.agree(digests.keys() - apart)
         named = [(name, tensor) for name, tensor in self._frozen.named() if name in apart]
         self._tell_of_untrained(named)
         return common_tensors(named, self._unlike, self._told, says=self.leads)
 
     def _tell_of_untrained(self, named: Named) -> None:
-        """Say once that a parameter is trained by nobody's wrapped optimizer, and differs."""
+        """Warn once of parameters that differ and that no wrapped optimizer trains."""
         names = [name for name, one in named if one.requires_grad and name not in self._told]
         self._told.update(names)
         if names and self.leads:
@@ -315,11 +334,13 @@ class Coordinator:
 
         Collective over the world; blocking, at its beginning.
         """
-        buffers = [*self._common_buffers(), *self._frozen_apart()]
+        common = self._common_buffers()
+        buffers = [*common, *self._frozen_apart()]
         params = [tensor.detach() for _, tensor in self.trained.local]
         kept = [(tensor, tensor.detach().clone()) for tensor in (*params, *buffers)]
         try:
             self.average(params)
+            self._mend(common)
             self._average_over(self.topology, buffers)
             yield
         finally:

@@ -303,8 +303,9 @@ class DASO(torch.optim.Optimizer):
     def synchronize(self, *, optimizer_state: bool = False) -> None:
         """Finish what is in flight, and make parameters and buffers bit-identical on all ranks.
 
-        Call it before evaluating, saving, and at the end. Parameters become the mean of all nodes,
-        the module's floating buffers (BatchNorm statistics) the mean of all ranks.
+        Call it before evaluating, saving, and at the end. Parameters become the mean of all nodes;
+        the module's floating buffers (BatchNorm statistics), and frozen parameters that ranks
+        changed differently, become the mean of all ranks.
 
         Args:
             optimizer_state: Make the inner optimizer's state (its moments) the mean of all ranks
@@ -399,7 +400,7 @@ class DASO(torch.optim.Optimizer):
         """Stop communicating and give memory back; the optimizer cannot step afterwards.
 
         What is in flight is finished but not merged: call `synchronize` first to agree. Gradients
-        get memory of their own; do not use tensors kept from an earlier ``p.grad``.
+        get memory of their own.
 
         Collective over the world; blocking; idempotent.
         """

@@ -6,6 +6,7 @@ Hooks on parameters outlive an optimizer that was dropped without `close`.
 import atexit
 import itertools
 import logging
+import sys
 import weakref
 from functools import partial
 
@@ -85,4 +86,15 @@ def closer_of(sync: Synchronizer) -> Closer:
 def _stop_engines() -> None:
     """Stop the threads before MPI is finalized; nothing collective: ranks may be missing."""
     for sync in list(_open_syncs.values()):
+        _tell_of_apart(sync)
         sync.abandon()
+
+
+def _tell_of_apart(sync: Synchronizer) -> None:
+    """Say that a program ends while nodes hold different parameters, unless it failed."""
+    failed = getattr(sys, "last_value", None) is not None
+    if sync.apart and sync.over is None and sync.coordinator.leads and not failed:
+        logger.warning(
+            "nodes must agree before a program evaluates, saves or ends, but this one ends while "
+            "they hold different parameters; call optimizer.synchronize() behind the last step"
+        )

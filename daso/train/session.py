@@ -89,6 +89,8 @@ class Session:
         self._measured: tuple[Tally, int] | None = None  # by the original, where this is a copy
         self._probing = False
         self._over: str | None = None  # why nothing may be done any more
+        # Of the report, as it was when this was closed: choices, and the reason for skip.
+        self._last_words: tuple[dict[str, Any], str] | None = None
         self._number = 0  # among those that are open
         self._joined = 0  # batch at which all nodes had the same optimizer state
         self._one_copy: OneCopy | None = None
@@ -244,7 +246,8 @@ class Session:
             logger.warning("parameters changed: the outer optimizer starts anew")
         sync.settle()
         sync.metrics.exposed_before += sync.buckets.node.idle_seconds
-        looked, fresh = sync.looked, sync.buckets.fresh
+        looked = sync.looked
+        fresh = sync.coordinator.extremes(float(sync.buckets.fresh))[0] == 1.0  # on all ranks
         registry.close(sync)
         forget(self)
         self._open(sync.metrics, *acts, looked=looked)
@@ -270,8 +273,14 @@ class Session:
         if closure is not None:
             self._sync.before_closure()
             return True, self._averaged(closure)
-        with self.scaled_lr():  # layers may step in there
+        restoration = self.scaling
+        try:
+            if restoration is not None:  # layers may step in there, without hooks
+                restoration.begin(self.schedule.step_gain)
             return self._sync.before_step(scaling), None
+        finally:
+            if restoration is not None:
+                restoration.end()
 
     @property
     def step_restoration(self) -> StepRestoration | None:
@@ -327,6 +336,7 @@ class Session:
         finally:  # an error that all ranks got leaves them in step
             self._take(state)
         self._learn(measurements)
+        self._follow_loads()
 
     def _averaged(self, closure: Closure) -> Closure:
         """Return a closure whose loss is the same on all ranks whose gradients are averaged.
@@ -375,6 +385,27 @@ class Session:
         sync.coordinator.check_same_batch(self.schedule.batch)
         sync.forget()
         check_same_layout(sync.trained, self.topology)
+        self._go_on_from_the_mean(sync)
+
+    def _follow_loads(self) -> None:
+        """Start again from parameters that the program loaded between steps, with all nodes.
+
+        An exchange said so, so all ranks are behind the same step. Collective over the world.
+        """
+        sync = self._sync
+        if sync is None or sync.exchanges is None or not sync.exchanges.restart_due:
+            return
+        if self.topology.rank == 0:
+            logger.warning(
+                "parameters were loaded between steps, up to batch %d: nodes start again from "
+                "them, and leave what was exchanged meanwhile",
+                self.schedule.batch,
+            )
+        self._go_on_from_the_mean(sync)
+
+    def _go_on_from_the_mean(self, sync: Synchronizer) -> None:
+        """Leave what is in flight, and let all ranks go on from the mean of their parameters."""
+        sync.forget()
         sync.coordinator.equalize(expected=True)
         batch = self.schedule.batch
         self._take(replace(self.schedule, sent=None, last=batch, agreed=batch))
@@ -426,6 +457,7 @@ class Session:
         finally:
             self._take(state)
         self._learn(measurements)
+        self._follow_loads()
 
     def _learn(self, measurements: Measurements | None) -> None:
         """Let the policy choose by what an exchange told."""
@@ -492,7 +524,8 @@ class Session:
 
         Args:
             optimizer_state: Make the inner optimizer's state (its moments) the mean of all ranks
-                too, as `torch.distributed.checkpoint` needs, which saves one copy for all.
+                too, as `torch.distributed.checkpoint` needs, which saves one copy for all. Always
+                with an optimizer that has ``eval()`` (schedule-free), which uses its state.
 
         Collective over the world; blocking.
         """
@@ -507,7 +540,8 @@ class Session:
         self._perform(*drain(self.schedule))
         self._sync.equalize(self.schedule)
         self._sync.coordinator.average_others()
-        if optimizer_state:
+        # `eval()` of a schedule-free optimizer makes parameters out of its state.
+        if optimizer_state or _has_modes(self.inner):
             self._sync.coordinator.join()
             self._joined = self.schedule.batch
 
@@ -546,13 +580,14 @@ class Session:
         if self._sync is None:
             yield
             return
-        coordinator = self._sync.coordinator
+        sync, coordinator = self._sync, self._sync.coordinator
+        sync.apart = False  # the program has the mean, until the next step
         # A context of its own: one object is not entered by several threads at a time.
         with torch.inference_mode(mode=False), ExitStack() as stack:
             coordinator.check_same_batch(self.schedule.batch)
             stack.enter_context(coordinator.averaged())
             until_the_end = stack.pop_all()
-        with until_the_end:
+        with until_the_end, sync.loads.paused():
             yield
 
     @contextmanager
@@ -572,11 +607,13 @@ class Session:
         """Stop communicating and give memory back.
 
         What is in flight is finished but not merged: call `synchronize` first to agree. Gradients
-        get memory of their own; do not use tensors kept from an earlier ``p.grad``.
+        get memory of their own.
 
         Collective over the world; blocking; idempotent.
         """
-        self._over = self._over or CLOSED
+        if self._over is None:
+            self._last_words = self._choices(), self._why()
+        self._over = CLOSED if self._over is None else self._over
         if self._one_copy is not None:
             self._one_copy.close()
         if self._sync is not None:
@@ -619,6 +656,8 @@ class Session:
 
     def _why(self) -> str:
         """Return why skip is what it is."""
+        if self._last_words is not None:
+            return self._last_words[1]
         if self._exchanges is None:
             return "nothing crosses between nodes"
         why = getattr(self.setup.policy, "why", None)
@@ -626,6 +665,8 @@ class Session:
 
     def _choices(self) -> dict[str, Any]:
         """Return what was chosen, by the keywords and by what there is."""
+        if self._last_words is not None:
+            return self._last_words[0]
         chosen = {} if self._sync is None else self._sync.chosen()
         return {**self.setup.choices(self._place), **chosen}
 
@@ -651,6 +692,8 @@ class Session:
         An exchange in flight is waited for and stored, not merged: saving changes nothing.
         """
         sync = None if self._sync is None or self._stale else self._sync.state()
+        if self._sync is not None:
+            self._sync.apart = False  # a resumed run goes on from here
         return {**self._state_without_sync(), "sync": sync}
 
     def _state_without_sync(self) -> dict[str, Any]:
@@ -731,6 +774,7 @@ class Session:
         )
         if self._sync is not None:
             self._stale, self._sync.metrics.scales_apart = True, apart
+            self._sync.forget()
             self._sync.enter(self.schedule)  # a backward may come before the next step
             if self.topology.rank == 0:
                 logger.warning(
@@ -739,6 +783,14 @@ class Session:
                     "rank 0's parameters",
                     batch,
                 )
+
+
+def _has_modes(inner: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has parameters for training and others for evaluating."""
+    parts = getattr(inner, "optimizers", [inner])
+    return any(
+        all(callable(getattr(part, name, None)) for name in ("train", "eval")) for part in parts
+    )
 
 
 def _weakly(method: "weakref.WeakMethod[Callable[..., bool]]") -> Callable[..., bool]:

@@ -33,7 +33,8 @@ def start_alike(trained: Trained, topology: Topology, settings: Settings) -> Top
     _refuse_reducers(trained, settings)
     check_same_layout(trained, topology)
     check_device(topology, trained.device, gpu_direct=settings.exchange.gpu_direct)
-    start_equal(trained, topology, settings.exchange.timeout_seconds, lane)
+    exchange = settings.exchange
+    start_equal(trained, topology, exchange.timeout_seconds, lane, exchange.keeps_own)
     return lane if trained.is_sharded else topology
 
 

@@ -20,6 +20,7 @@ from daso.train.model.shards import local_part
 
 __all__ = [
     "average_tensors",
+    "coded_state",
     "drop_partial_state",
     "mend_buffers",
     "state_digest",
@@ -149,6 +150,18 @@ def state_tensors(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, t
             if isinstance(value, torch.Tensor):
                 found[f"{name}/{key} {tuple(value.shape)} {value.dtype}"] = local_part(value)
     return found
+
+
+def coded_state(optimizer: torch.optim.Optimizer, named: Named) -> list[torch.Tensor]:
+    """List the state of parameters that holds codes (8-bit moments): a mean of it says nothing."""
+    coded = {
+        name
+        for name, param in named
+        for value in optimizer.state.get(param, {}).values()
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() > 1
+    }
+    found = state_tensors(optimizer, named)
+    return [tensor for key, tensor in found.items() if key.rpartition("/")[0] in coded]
 
 
 def state_keys(optimizer: torch.optim.Optimizer, named: Named) -> list[str]:

@@ -38,6 +38,7 @@ from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.metrics import Metrics
 from daso.train.misuse import has_batch_norm
 from daso.train.model.changes import ParameterChanges
+from daso.train.model.loads import LoadedParameters
 from daso.train.model.params import Trained
 from daso.train.startup import make_background, start_alike
 
@@ -93,7 +94,9 @@ class Synchronizer:
         self.coordinator = Coordinator(
             trained, topology, replicas, self.channels, metrics, callbacks.elsewhere
         )
+        self.loads = LoadedParameters(trained)
         self.over: str | None = None  # why it can do nothing any more
+        self.apart = False  # nodes hold other parameters, and the program asked for no mean since
         self._batch = 0  # steps taken
         self.looked = looked  # around, at the first step
         self.coordinator.compares_batches = not looked
@@ -126,7 +129,7 @@ class Synchronizer:
         self.exchanges: Exchanges | None = None
         try:
             if topology.nodes > 1:
-                self.exchanges = Exchanges(self.coordinator, self.buckets.node, outer)
+                self.exchanges = Exchanges(self.coordinator, self.buckets.node, outer, self.loads)
         except Exception:  # no memory: leave the user's model without hooks
             self.averaging.close()
             self.channels.engine.close()
@@ -204,6 +207,7 @@ class Synchronizer:
     def enter(self, state: State) -> None:
         """Take over the schedule's state: it says where gradients are averaged from now on."""
         self.metrics.epoch, self._batch = state.epoch, state.batch
+        self.apart = self.exchanges is not None and not state.alike
         self.channels.watchdog.steps, self.channels.watchdog.heeds = state.batch, None
         by_layers = state.synchronous and self.layers is not None
         self.averaging.enter(state, by_layers=by_layers)
@@ -269,6 +273,8 @@ class Synchronizer:
     def before_closure(self) -> None:
         """Get ready for a step that calls backward itself."""
         self._begin_step()
+        if self.exchanges is not None:
+            self.exchanges.note_loads()
         self.averaging.check()
         self._refuse("closures", self.averaging.by_layers)
         self.buckets.reduce_plan = self.averaging.plan(between=self.averaging.synchronous)
@@ -321,8 +327,8 @@ class Synchronizer:
         self._begin_step()
         self.averaging.check()
         self._look_around()
-        if self.exchanges is not None and self.exchanges.gradient_scale is not None:
-            self.exchanges.gradient_scale.measure()
+        if self.exchanges is not None:
+            self.exchanges.before_step()
         late = self._finish_round(scaling)
         if self.layers is not None and self.averaging.by_layers:
             self._refuse("GradScalers", scaling.active)
@@ -423,6 +429,9 @@ class Synchronizer:
         Collective over the world in the sense of the schedule; blocks for receives.
         """
         self.buckets.fresh = False
+        self.loads.arm(armed=not self.averaging.synchronous)
+        if self.exchanges is not None and self.exchanges.gradient_scale is not None:
+            self.exchanges.gradient_scale.forget()
         stepped_at = self.metrics.stepped_at
         self._stretch.after_step(stepped_at, self.exposed_seconds)
         self.metrics.step()
@@ -506,6 +515,7 @@ class Synchronizer:
         """Take over what `state` returned on the same rank of a world of the same shape."""
         if self.exchanges is not None:
             self.exchanges.load(state["exchanges"])
+        self.loads.arm(armed=False)  # what was loaded belongs to this state
         self.metrics.load(state["counts"])
         self.buckets.arrange(*state["gradients"]["rows"])
         self.averaging.compressor.load(state["gradients"])
@@ -585,6 +595,7 @@ class Synchronizer:
 
     def unhook(self) -> None:
         """Leave the user's model without hooks; idempotent."""
+        self.loads.close()
         if self.layers is not None:
             self.layers.close()
         self.buckets.close()

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import HANG_SECONDS, run_on, slowness
+from jobs import HANG_SECONDS, run_on, slowness, typed
 
 PROGRAM = """
 import os, signal, sys, time
@@ -405,3 +405,45 @@ def test_a_rank_that_waits_in_vain_says_so_where_the_one_that_speaks_stands_stil
     assert "daso: rank 1 of 2 on " in done.stderr
     assert "no answer from world rank 0" in done.stderr
     assert time.monotonic() - begun < 45 * slowness()
+
+
+ENDING = """
+import sys
+import torch
+import daso
+
+topology = daso.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(5, 5)
+inner = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = daso.DASO(inner, module=model, policy=daso.Fixed(4, 1))
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(8, 5) + topology.rank).square().sum().backward()
+    optimizer.step()
+how = sys.argv[1]
+if how == "synchronize":
+    optimizer.synchronize()
+elif how == "averaged":
+    with optimizer.averaged():
+        print(model.weight.sum())
+elif how == "state":
+    optimizer.state_dict()
+elif how == "raises":
+    raise ValueError("of the user's")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks_per_node"),
+    [("", 1), ("", 2), ("synchronize", 1), ("averaged", 1), ("state", 1), ("raises", 1)],
+)
+def test_a_program_that_ends_while_nodes_differ_is_told(
+    tmp_path: Path, how: str, ranks_per_node: int
+) -> None:
+    program = tmp_path / "train_ending.py"
+    program.write_text(ENDING)
+    done = typed("run", "-n", "2", "--ranks-per-node", ranks_per_node, program, how)
+    assert (done.returncode == 0) == (how != "raises")
+    said = done.stderr.count("this one ends while they hold different parameters")
+    assert said == (0 if how or ranks_per_node == 2 else 1), done.stderr

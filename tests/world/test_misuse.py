@@ -181,6 +181,23 @@ def live_grads(model):
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.nodes(*SEVERAL_NODES, (2,))
+@pytest.mark.parametrize("reducer", ["bucketed", "host"])
+def test_a_gradient_that_a_program_keeps_stays_what_it_was(topology, rank_info, reducer):
+    model, one = network(), oracle(rank_info)
+    gradients = daso.Gradients(reducer=reducer)
+    kept = []
+    with wrap(topology, model, policy=SYNC, gradients=gradients) as optimizer:
+        for number in range(5):
+            step(optimizer, model, rank_info, number)
+            grads = [p.grad for p in model.parameters()]
+            kept.append((grads, [grad.clone() for grad in grads]))
+        del grads
+        one.run(5)
+        assert equal(bits(model), one.params(0))
+    assert all(equal(grads, clones) for grads, clones in kept)
+
+
 def share(model):
     model.share_memory()
 
@@ -1016,6 +1033,10 @@ def test_tensors_that_stay_each_ranks_own_are_left_alone(topology, rank_info):
         with optimizer.averaged():
             assert model.queue.tolist() == [rank_info.rank] * 3
         optimizer.synchronize()
+        model.student.bias.requires_grad_(False)  # everything is set up again
+        optimizer.zero_grad()
+        taught_loss(model, rank_info.rank, 0).backward()
+        optimizer.step()
         assert model.queue.tolist() == [rank_info.rank] * 3
         assert model.hidden.tolist() == [rank_info.rank] * 2
 
@@ -1065,3 +1086,224 @@ def test_two_wrapped_optimizers_of_one_module_leave_each_others_parameters(
         assert equal(before, bits(model[3:]))
     assert alike(topology, model.parameters())
     assert not on_rank_0(topology, said("differed between ranks"))
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_a_frozen_tensor_that_cannot_be_averaged_is_left_alone(topology, rank_info):
+    model = Taught()
+    with torch.inference_mode():
+        odd = nn.Parameter(torch.ones(3), requires_grad=False)
+    model.odd = odd
+    inner = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    with wrap(topology, model, inner) as optimizer:
+        optimizer.zero_grad()
+        taught_loss(model, rank_info.rank, 0).backward()
+        optimizer.step()
+        optimizer.synchronize()
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("odd", [float("inf"), float("nan")])
+def test_an_observer_that_saw_nothing_on_one_rank_takes_what_others_saw(topology, rank_info, odd):
+    model = Taught()
+    inner = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    with wrap(topology, model, inner) as optimizer:
+        model.queue.copy_(torch.tensor([odd if rank_info.rank == 0 else -1.0, 2.0, 3.0]))
+        with optimizer.averaged():
+            assert model.queue.tolist() == [-1.0, 2.0, 3.0]
+        optimizer.synchronize()
+        assert model.queue.tolist() == [-1.0, 2.0, 3.0]
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_a_report_says_the_same_after_the_end(topology, rank_info):
+    model = network()
+    optimizer = wrap(topology, model)
+    for number in range(3):
+        step(optimizer, model, rank_info, number)
+    optimizer.synchronize()
+    before = optimizer.report()
+    optimizer.close()
+    after = optimizer.report()
+    for name in ("skip_because", "wire", "allreduce", "kernels", "node_transport", "gain"):
+        assert before[name] == after[name]
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD at a point between its iterate and the mean of these (Defazio et al. 2024)."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "beta": 0.9, "k": 0, "training": True})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.detach().clone())
+                x = (p - (1 - group["beta"]) * z) / group["beta"]
+                z.sub_(p.grad, alpha=group["lr"])
+                x.lerp_(z, 1 / group["k"])
+                p.copy_(group["beta"] * x + (1 - group["beta"]) * z)
+
+    def _to(self, training):
+        for group in self.param_groups:
+            for p in group["params"]:
+                z, beta = self.state[p]["z"], group["beta"]
+                with torch.no_grad():
+                    p.copy_((p - (1 - beta) * z) / beta if not training else p.lerp(z, 1 - beta))
+
+    def eval(self):
+        self._to(training=False)
+
+    def train(self):
+        self._to(training=True)
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_parameters_for_evaluating_are_the_same_on_all_ranks(topology, rank_info):
+    model = network()
+    inner = ScheduleFree(model.parameters(), lr=0.1)
+    with wrap(topology, model, inner, policy=RARE) as optimizer:
+        for number in range(5):
+            step(optimizer, model, rank_info, number)
+        optimizer.synchronize()
+        inner.eval()
+        assert alike(topology, model.parameters())
+        inner.train()
+
+
+class Coded(torch.optim.Optimizer):
+    """Momentum whose values are kept as 8-bit codes and a scale."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                before = state["codes"].float() * state["scale"] if state else torch.zeros_like(p)
+                moment = 0.9 * before + p.grad
+                state["scale"] = (moment.abs().max() / 127).clamp_min(1e-12)
+                state["codes"] = (moment / state["scale"]).round().to(torch.int8)
+                p.sub_(state["codes"].float() * state["scale"], alpha=group["lr"])
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_moments_in_codes_are_those_of_one_node(topology, rank_info):
+    model = network()
+    inner = Coded(model.parameters(), lr=0.1)
+    with wrap(topology, model, inner, policy=RARE) as optimizer:
+        for number in range(5):
+            step(optimizer, model, rank_info, number)
+        decoded = [one["codes"].float() * one["scale"] for one in inner.state.values()]
+        first = topology.world_comm.bcast([one.clone() for one in decoded])
+        optimizer.synchronize(optimizer_state=True)
+        now = [one["codes"].float() * one["scale"] for one in inner.state.values()]
+        assert equal(now, first)
+
+
+# --- parameters that the program loads between steps -------------------------------------------
+
+
+def outer_nesterov(params):
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("part", ["whole", "layer"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"merge": rule} for rule in ("daso", 0.5, "delta", "eager", "auto")),
+        {"outer": outer_nesterov},
+    ],
+)
+def test_weights_that_were_discarded_do_not_come_back(topology, rank_info, options, part, said):
+    model = network()
+    first = copy.deepcopy(model.state_dict())
+    inner = sgd(model)
+    with wrap(topology, model, inner, policy=daso.Fixed(4, 2), wire="fp32", **options) as optimizer:
+        for number in range(9):
+            step(optimizer, model, rank_info, number)
+        if part == "whole":
+            model.load_state_dict(first)
+            now = first
+        else:
+            model[2].load_state_dict({name: first[f"2.{name}"] for name in ("weight", "bias")})
+            now = {name: first[name] for name in ("2.weight", "2.bias")}
+        inner.param_groups[0]["lr"] = 0.0
+        for number in range(9, 20):
+            step(optimizer, model, rank_info, number)
+        optimizer.synchronize()
+        assert alike(topology, model.parameters())
+        for name, its in now.items():
+            assert torch.allclose(model.state_dict()[name], its, rtol=0, atol=1e-6), name
+    assert on_rank_0(topology, said("parameters were loaded between steps")) == 1
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_a_drain_right_after_a_load_keeps_what_was_loaded(topology, rank_info):
+    model = network()
+    first = copy.deepcopy(model.state_dict())
+    policy = daso.Fixed(4, 2)
+    with wrap(topology, model, policy=policy, merge="daso", wire="fp32") as optimizer:
+        for number in range(9):
+            step(optimizer, model, rank_info, number)
+        model.load_state_dict(first)
+        optimizer.synchronize()
+        assert alike(topology, model.parameters())
+        for name, its in first.items():
+            assert torch.allclose(model.state_dict()[name], its, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_parameters_that_are_put_back_are_no_load(topology, rank_info, said):
+    """Rank 0 evaluates other weights in between, all ranks inside `averaged()`."""
+    ends = []
+    for swaps in (False, True):
+        model = network()
+        other = copy.deepcopy(model.state_dict())
+        with wrap(topology, model, policy=daso.Fixed(3, 1), merge="daso") as optimizer:
+            for number in range(8):
+                step(optimizer, model, rank_info, number)
+                if swaps and rank_info.rank == 0:
+                    mine = copy.deepcopy(model.state_dict())
+                    model.load_state_dict(other)
+                    model.load_state_dict(mine)
+                if swaps and number == 4:
+                    with optimizer.averaged():
+                        mine = copy.deepcopy(model.state_dict())
+                        model.load_state_dict(other)
+                        model.load_state_dict(mine)
+            optimizer.synchronize()
+            ends.append(bits(model))
+    assert equal(*ends)
+    assert not on_rank_0(topology, said("were loaded between steps"))
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_a_resume_in_the_midst_is_no_load(topology, rank_info, first, said):
+    """A program goes back to a state of its own, in any order, and on to the same bits."""
+    model = network()
+    policy = daso.Fixed(3, 1)
+    with wrap(topology, model, policy=policy, merge="daso") as optimizer:
+        for number in range(5):
+            step(optimizer, model, rank_info, number)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        ends = []
+        for _ in range(2):
+            for number in range(5, 12):
+                step(optimizer, model, rank_info, number)
+            optimizer.synchronize()
+            ends.append(bits(model))
+            if first == "model":
+                model.load_state_dict(saved[0])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))
+            if first == "optimizer":
+                model.load_state_dict(saved[0])
+        assert equal(*ends)
+    assert not on_rank_0(topology, said("were loaded between steps"))

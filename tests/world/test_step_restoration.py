@@ -407,6 +407,19 @@ def test_steps_are_restored_where_clipping_shortens_them(topology, door, change,
     assert gain > 1.03 if restored else gain == 1.0
 
 
+@pytest.mark.nodes(*SEVERAL_NODES, (2, 2))
+def test_sums_that_a_step_averages_are_no_clipping(topology):
+    """All of a step's backwards are under `no_sync()`: the step itself averages them."""
+    model = seeded(mlp)()
+    with wrapped(topology, sgd(model), model) as optimizer:
+        for number in range(12):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                batch_loss(model, topology.rank, number).backward()
+            optimizer.step()
+        assert optimizer.report()["gain"] == 1.0
+
+
 def test_the_gain_of_clipping_is_left_out_on_request(topology):
     model = seeded(mlp)()
     with wrapped(topology, sgd(model), model, exchange=OFF) as optimizer:

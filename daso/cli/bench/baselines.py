@@ -115,7 +115,7 @@ class Plain:
         """Nothing is on its way between steps."""
 
     def finish(self) -> None:
-        """Take the mean of parameters between averages, and world rank 0's buffers, as users save."""
+        """Take the mean of parameters, and world rank 0's buffers, as users of DDP save."""
         if self.averaged_every > 1:
             for param in self.model.parameters():
                 dist.all_reduce(param.data, dist.ReduceOp.SUM)

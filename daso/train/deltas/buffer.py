@@ -268,8 +268,8 @@ class DeltaBuffer:
         if isinstance(self.transport, DeviceShard):
             self.transport.seal()
 
-    def merge(self, rule: Merge) -> None:
-        """Take in the new reference g.
+    def merge(self, rule: Merge, *, applies: bool = True) -> None:
+        """Take in the new reference g; in parameters only where it applies on this rank.
 
         What every rank of the node needs is written once and read by all of them from there.
 
@@ -279,14 +279,15 @@ class DeltaBuffer:
         if rule == ADOPT:
             self.part.settle(self._values)
         self.part.show(rule)
-        self._merge_shown(rule)
+        self._merge_shown(rule, applies=applies)
 
-    def _merge_shown(self, rule: Merge) -> None:
+    def _merge_shown(self, rule: Merge, *, applies: bool = True) -> None:
         self.shared.publish()
         self.shared.wait()
         for span, part in zip(self.spans, self.shared.parts, strict=True):
-            values = self.views.flat(span)
-            self.part.kernels.merge(values, part, rule.pull, add=rule.since_send)
+            if applies:
+                values = self.views.flat(span)
+                self.part.kernels.merge(values, part, rule.pull, add=rule.since_send)
         self.shared.release()
 
     def turn_back(self) -> None:

@@ -41,6 +41,7 @@ from daso.train.inner.step_restoration import (
     make_clipping_restoration,
     make_step_restoration,
 )
+from daso.train.model.loads import LoadedParameters
 from daso.train.state_sync import zero_nonfinite
 
 __all__ = ["Exchanges"]
@@ -64,6 +65,7 @@ class LocalMeasurements:
     # the last one.
     lately: dict[str, list[float]] = field(default_factory=dict)
     kind: str = ""
+    loaded: bool = False  # the program loaded other parameters since nodes agreed
     # Batch of the last measurement in this phase, and seconds that steps were exposed until then.
     marked: tuple[int, float] | None = None
 
@@ -90,13 +92,20 @@ class Exchanges:
         coordinator: Where all ranks meet; knows the model, the world and the links.
         node: The node whose ranks share rows.
         outer: Makes an optimizer for the reference.
+        loads: Notices that the program loads other parameters.
 
     Collective over the node; blocking.
     """
 
     def __init__(
-        self, coordinator: Coordinator, node: NodeTransport, outer: MakeOuter | None
+        self,
+        coordinator: Coordinator,
+        node: NodeTransport,
+        outer: MakeOuter | None,
+        loads: LoadedParameters,
     ) -> None:
+        self._loads = loads
+        self.restart_due = False  # all ranks agreed that parameters were loaded between steps
         self.coordinator, self.channels, self.metrics = (
             coordinator,
             coordinator.channels,
@@ -242,6 +251,7 @@ class Exchanges:
         Collective over the world; non-blocking, but for the node where nodes go ahead.
         """
         begun, waited = time.perf_counter(), self._node.waited_seconds
+        self.note_loads()
         rows, blocking = self._rows_of(fragment), wait == 0
         sent = self.rules.send(self._state, batch, fragment, wait=wait)
         ahead, dense = self.settings.eager and not blocking, fragment is None
@@ -257,6 +267,16 @@ class Exchanges:
         self._core_loss.begin(beside=not blocking)
         handle = self._submit(work, number, wait)
         self._flight = InFlight(handle, sent, ahead, own)
+
+    def before_step(self) -> None:
+        """Look at what the program did since the last step. Does not communicate."""
+        self.note_loads()
+        if self.gradient_scale is not None:
+            self.gradient_scale.measure()
+
+    def note_loads(self) -> None:
+        """Remember that the program loaded other parameters, until all nodes start from them."""
+        self._local.loaded = self._loads.changed() or self._local.loaded
 
     def send_small(self, batch: int) -> None:
         """Start an exchange of small tensors alone, of which nothing is measured.
@@ -299,6 +319,7 @@ class Exchanges:
         """Return that, and what this rank measured since it returned one last."""
         header = replace(self._header(batch), own_seconds=self._local.own_seconds)
         header = replace(header, **self._small_measured())
+        header = replace(header, loaded=float(self._local.loaded))
         if self.gradient_scale is not None:
             header = replace(header, clipping=self.gradient_scale.take())
         if seconds := self.metrics.watch.take_steps():
@@ -362,7 +383,8 @@ class Exchanges:
             return None
         measurements = self._receive(batch)
         # A blocking exchange promises that all nodes agree: repeat it when it was dropped.
-        while measurements is None and flight is not None and flight.sent.batch == batch:
+        blocking = flight is not None and flight.sent.batch == batch
+        while measurements is None and blocking and flight is not None and not self.restart_due:
             self.send(batch, flight.sent.fragment, wait=0)
             measurements = self._receive(batch)
         return measurements
@@ -393,9 +415,11 @@ class Exchanges:
         Collective over the node; blocking.
         """
         begun, waited = time.perf_counter(), self._node.waited_seconds
+        self.note_loads()
         rule = self.rules.merge(waited=batch - flight.sent.batch, keeps=flight.sent.keeps)
+        applies = not self._local.loaded  # else the mean is of parameters that were discarded
         for row in rows:
-            row.merge(rule)
+            row.merge(rule, applies=applies)
         trace.record(trace.MERGE, begun, key=flight.handle.key, nbytes=nbytes)
         return rule, time.perf_counter() - begun - (self._node.waited_seconds - waited)
 
@@ -415,6 +439,12 @@ class Exchanges:
         _check_aligned(outcome.header)
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
+            return None
+        if outcome.header.loaded:
+            self.restart_due = True
+            if flight.ahead:
+                for row in self._rows_of(flight.sent.fragment):
+                    row.turn_back()
             return None
         self.metrics.exchange_seconds = seconds
         measurements = self._learn(flight, outcome)
@@ -468,7 +498,7 @@ class Exchanges:
         header, before = outcome.header, self._state
         if not header.same_lr:
             self.coordinator.tell_of_rates(-header.minus_lr, header.lr)
-        drift, gain = self.rules.statistics(before, outcome.tally, header.clipping)
+        drift, gain, clipped_gain = self.rules.statistics(before, outcome.tally, header.clipping)
         agreed = Measurements(
             header.step_seconds,
             header.exchange_seconds,
@@ -477,6 +507,7 @@ class Exchanges:
             header.own_seconds,
             gain,
             small_seconds=header.small_seconds,
+            clipped_gain=clipped_gain,
         )
         self._state, measurements = self.rules.learn(before, flight.sent, agreed)
         self._local.measured = outcome.measured
@@ -536,6 +567,7 @@ class Exchanges:
         merged when the schedule says so, here and after loading. Not collective.
         """
         flight = self._flight
+        self.note_loads()
         return {
             "rows": [row.state() for row in self._at_rest()],
             "state": asdict(self._state),

@@ -23,7 +23,7 @@ from daso.comm.node.base import NodeBucket, NodeRow, NodeTransport
 from daso.errors import LayoutError
 from daso.plan.layout import LEAST_BUCKET_BYTES, Span, fit_buckets, flagged, last_layer
 from daso.plan.portions import Portion, cut_portions
-from daso.train.gradients.memory import gradient_dtype, is_held, second_storage
+from daso.train.gradients.memory import gradient_dtype, is_held, is_kept, second_storage
 from daso.train.model.params import Named, view_like
 
 __all__ = ["Bucket", "Cuts", "Finish", "FlatGradients"]
@@ -185,6 +185,7 @@ class FlatGradients:
         for index in params:
             tensor, view = self.named[index][1], self._views[index]
             self._kept.pop(index, None)
+            self._let_go(index)
             if tensor.grad is None:
                 view.zero_()
             elif tensor.grad.data_ptr() != view.data_ptr():
@@ -202,6 +203,14 @@ class FlatGradients:
             torch._foreach_copy_(views, grads)
         for index in given:
             self.named[index][1].grad = self._grad_of(index)
+
+    def _let_go(self, index: int) -> None:
+        """Give a gradient of an earlier round memory of its own where the program kept it."""
+        if index not in self._grads or self.named[index][1].grad is self._grads[index]:
+            return
+        if is_kept(self._grads, index):
+            grad = self._grads.pop(index)
+            grad.data = grad.detach().clone()
 
     def _grad_of(self, index: int) -> torch.Tensor:
         """Return the tensor over its row that becomes a parameter's gradient."""
@@ -301,7 +310,8 @@ class FlatGradients:
     def release(self) -> None:
         """Give gradients memory of their own; idempotent."""
         for index, view in self._views.items():
-            for grad in (self.named[index][1].grad, self._grads.get(index)):
+            kept = index in self._grads and is_kept(self._grads, index)
+            for grad in (self.named[index][1].grad, self._grads.get(index) if kept else None):
                 # In place: lists of gradients that the program made keep what they refer to.
                 if grad is not None and grad.data_ptr() == view.data_ptr():
                     grad.data = grad.detach().clone()

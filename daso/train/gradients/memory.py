@@ -1,11 +1,12 @@
 """Memory of gradients: its type, and whether the program holds it besides the parameter."""
 
 import sys
+from collections.abc import Mapping
 
 import torch
 import torch.utils.dlpack
 
-__all__ = ["gradient_dtype", "is_held", "second_storage"]
+__all__ = ["gradient_dtype", "is_held", "is_kept", "second_storage"]
 
 _uses_of_storage = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -24,13 +25,26 @@ def _counts(tensor: torch.Tensor) -> tuple[int, int]:
     return references, uses
 
 
-def _least_counts() -> tuple[int, int]:
-    tensor = torch.zeros(1, device="cpu", requires_grad=True)
-    tensor.sum().backward()
-    return _counts(tensor)
+def _references(tensors: Mapping[int, torch.Tensor], index: int) -> int:
+    """Return the references to a tensor that a dictionary has."""
+    tensor = tensors[index]
+    return sys.getrefcount(tensor)
 
 
-_LEAST_REFERENCES, _LEAST_USES = _least_counts()  # of a gradient that nothing else holds
+def _least_counts() -> tuple[int, int, int]:
+    """Return the counts where nothing else holds a gradient: interpreters differ."""
+    with torch.inference_mode(mode=False):
+        tensor = torch.zeros(1, device="cpu")
+        tensor.grad = torch.zeros(1, device="cpu")
+        return *_counts(tensor), _references({0: torch.zeros(1, device="cpu")}, 0)
+
+
+_LEAST_REFERENCES, _LEAST_USES, _OWN_REFERENCES = _least_counts()
+
+
+def is_kept(tensors: Mapping[int, torch.Tensor], index: int) -> bool:
+    """Return whether more than the dictionary refers to one of its tensors."""
+    return _references(tensors, index) > _OWN_REFERENCES
 
 
 def is_held(tensor: torch.Tensor) -> bool:

@@ -55,8 +55,12 @@ class GradientScaleMeter:
         self._sums[1] += clipped
         self._sums[2] = torch.where(factor.isfinite(), factor, last)
 
+    def forget(self) -> None:
+        """Drop the gradient that was kept: its step is over."""
+        self._before = None
+
     def take(self) -> float:
-        """Return how many times clipping shortened steps since the last call; 0: never seen.
+        """Return the factor by which clipping shortened steps since the last call; 0: never seen.
 
         Blocks for a device.
         """

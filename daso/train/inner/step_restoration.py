@@ -38,7 +38,7 @@ class StepEndHook:
         self._call = call
 
     def __call__(self, inner: torch.optim.Optimizer, *_: object) -> None:
-        """Tell that a step is over."""
+        """Call the function."""
         self._call(inner.param_groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -97,7 +97,8 @@ class StepRestoration:
             group["lr"] = group["lr"] * gain
             if trait.decays_by_lr:
                 group["weight_decay"] = group["weight_decay"] / gain
-            self._scaled.append((group, before, {key: group[key] for key in before}))
+            inside = {key: _copied(group[key]) for key in before}
+            self._scaled.append((group, before, inside))
 
     def end(self, groups: Sequence[Settings] | None = None) -> None:
         """Put back the settings of these groups, or of all; idempotent."""
@@ -135,15 +136,20 @@ class StepRestoration:
 
 def _unscaled(now: Any, before: Any, inside: Any) -> Any:
     """Return a setting of the user's, with what the step changed."""
-    if now is inside or bool(now == inside) or not bool(inside):
+    if bool(now == inside) or not bool(inside):
         return before
-    return now * (before / inside)
+    changed = now * (before / inside)
+    return before.copy_(changed) if isinstance(before, torch.Tensor) else changed
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def make_clipping_restoration(
     inner: torch.optim.Optimizer, settings: options.Settings
 ) -> StepRestoration | None:
-    """Return what restores steps of a linear optimizer whose gradients are clipped; else None."""
+    """Make the restoration of a linear optimizer whose gradients are clipped; None for others."""
     traits = probe_optimizer(inner) if settings.may_restore_steps else None
     if not traits or any(one.normalizes for one in traits):
         return None

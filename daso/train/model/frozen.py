@@ -11,6 +11,7 @@ import torch
 from daso.train.misuse import checksum
 from daso.train.model.params import Named, Trained
 from daso.train.model.shards import is_sharded
+from daso.train.model.shared import is_unfit
 
 __all__ = ["FrozenParameters"]
 
@@ -39,7 +40,7 @@ class FrozenParameters:
             for name, tensor in others
             if isinstance(tensor, torch.nn.Parameter)
             and id(tensor) not in elsewhere
-            and not (is_sharded(tensor) or tensor.is_meta)
+            and not (is_sharded(tensor) or is_unfit(tensor))
         ]
 
     def digests(self) -> dict[str, str]:
@@ -52,9 +53,10 @@ class FrozenParameters:
             found[name] = f"{checksum([part]):.0f}" + (" of all" if whole else "")
         return found
 
-    def equal_now(self) -> None:
-        """Note that all ranks hold the same values."""
-        self._writes = {name: _writes(tensor) for name, tensor in self.named()}
+    def agree(self, names: Container[str]) -> None:
+        """Note that all ranks hold the same values of these."""
+        now = {name: _writes(tensor) for name, tensor in self.named() if name in names}
+        self._writes |= now
 
 
 def _writes(tensor: torch.Tensor) -> tuple[int, int]:

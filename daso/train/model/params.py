@@ -1,6 +1,6 @@
 """Which tensors are trained, under which names, and whether they can be exchanged."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -188,7 +188,11 @@ def view_like(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def start_equal(
-    trained: Trained, topology: Topology, timeout_seconds: float, lane: Topology
+    trained: Trained,
+    topology: Topology,
+    timeout_seconds: float,
+    lane: Topology,
+    keeps_own: Callable[[str], bool] = lambda _: False,
 ) -> None:
     """Give all ranks world rank 0's parameters, frozen ones and buffers.
 
@@ -198,6 +202,7 @@ def start_equal(
         timeout_seconds: How long to wait at most.
         lane: The ranks that hold the same shards as this one, where parameters are sharded: they
             get those of the first node.
+        keeps_own: Tells which frozen parameters and buffers, by name, stay each rank's own.
 
     Collective over the world; blocking.
     """
@@ -209,7 +214,11 @@ def start_equal(
     everything = [*trained.named, *trained.others()]
     apart = [local_part(tensor) for _, tensor in everything if is_sharded(tensor)]
     broadcast(apart, lane)
-    plain = [(name, tensor) for name, tensor in trained.others() if not is_sharded(tensor)]
+    plain = [
+        (name, tensor)
+        for name, tensor in trained.others()
+        if not is_sharded(tensor) and not keeps_own(name)
+    ]
     others = common_tensors(plain, unlike, set(), says=says)
     broadcast([*(t for _, t in trained.named if not is_sharded(t)), *others], topology)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-__all__ = ["common_tensors"]
+__all__ = ["common_tensors", "is_unfit"]
 
 NAMES = 3  # in one message
 UNFIT = "is "  # begins the description of what cannot be averaged in place
@@ -79,6 +79,11 @@ def _described(tensor: torch.Tensor) -> str:
     ):
         return f"{UNFIT}expanded"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def is_unfit(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor cannot be averaged in place."""
+    return _described(tensor).startswith(UNFIT)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

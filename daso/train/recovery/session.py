@@ -418,8 +418,9 @@ class ElasticSession(Session):
         if new:
             self._hand_over(new, limit)
         trained = Trained.by(self.inner, self.setup.module)
+        keeps_own = self.setup.settings.exchange.keeps_own
         buffers = common_tensors(
-            trained.buffers(),
+            [(name, one) for name, one in trained.buffers() if not keeps_own(name)],
             lambda value: gather_unlike(self.topology, value, limit),
             set(),
             says=False,

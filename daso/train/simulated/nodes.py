@@ -374,7 +374,7 @@ class SimulatedNodes:
             *(0.0, told.own_seconds),
             small_seconds=times.small_seconds if told.small_sent else 0.0,
         )
-        drift, gain = self.rules.statistics(self._exchanged, told.tally)
+        drift, gain, _ = self.rules.statistics(self._exchanged, told.tally)
         self._flight = InFlight(sent, replace(agreed, drift=drift, required_gain=gain))
         shares = (Tally.measured(a, b, c, self._size) for a, b, c in measured)
         parts = len(self.rows) if fragment is None else 1
