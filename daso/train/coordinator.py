@@ -289,7 +289,7 @@ class Coordinator:
         buffers = self._common_buffers()
         self._mend(buffers)
         self._average_over(self.topology, [*buffers, *self._frozen_apart()])
-        self._frozen.agree([name for name, _ in self._frozen.named()])
+        self._frozen.note_equal([name for name, _ in self._frozen.named()])
 
     def _mend(self, buffers: list[torch.Tensor]) -> None:
         """Give infinite values of buffers the mean of the ranks that have finite ones.
@@ -310,7 +310,7 @@ class Coordinator:
         }
         everyones = self._unlike(digests)
         apart = {name for name in digests if len({one.get(name) for one in everyones}) > 1}
-        self._frozen.agree(digests.keys() - apart)
+        self._frozen.note_equal(digests.keys() - apart)
         named = [(name, tensor) for name, tensor in self._frozen.named() if name in apart]
         self._tell_of_untrained(named)
         return common_tensors(named, self._unlike, self._told, says=self.leads)

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import HANG_SECONDS, run_on, slowness, typed
+from jobs import HANG_SECONDS, run_on, slowness
+from jobs import started as ended
 
 PROGRAM = """
 import os, signal, sys, time
@@ -443,7 +444,7 @@ def test_a_program_that_ends_while_nodes_differ_is_told(
 ) -> None:
     program = tmp_path / "train_ending.py"
     program.write_text(ENDING)
-    done = typed("run", "-n", "2", "--ranks-per-node", ranks_per_node, program, how)
+    done = ended("daso", "run", "-n", "2", "--ranks-per-node", ranks_per_node, program, how)
     assert (done.returncode == 0) == (how != "raises")
     said = done.stderr.count("this one ends while they hold different parameters")
     assert said == (0 if how or ranks_per_node == 2 else 1), done.stderr

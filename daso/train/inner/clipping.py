@@ -77,7 +77,7 @@ class GradientScaleMeter:
     def load(self, state: list[float]) -> None:
         """Take over what `state` returned."""
         self.seen = bool(state[0])
-        self._sums.copy_(torch.tensor(state[1:], dtype=torch.float64))
+        self._sums.copy_(torch.tensor(state[1:], dtype=torch.float64, device="cpu"))
 
 
 def _writes(grad: torch.Tensor) -> tuple[int, int]:

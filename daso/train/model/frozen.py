@@ -53,7 +53,7 @@ class FrozenParameters:
             found[name] = f"{checksum([part]):.0f}" + (" of all" if whole else "")
         return found
 
-    def agree(self, names: Container[str]) -> None:
+    def note_equal(self, names: Container[str]) -> None:
         """Note that all ranks hold the same values of these."""
         now = {name: _writes(tensor) for name, tensor in self.named() if name in names}
         self._writes |= now

@@ -98,7 +98,8 @@ def test_gradients_take_as_long_as_all_fragments_in_4_bits(seconds, fragments):
 def test_statistics_are_over_the_batches_of_the_last_exchange():
     made, tally = rules(nodes=2), Tally.measured(1e-6, 1.0, 1e-6, 1.0)
     state, _ = exchange(made, made.start(), 4, 0.0)
-    drift, gain = made.statistics(state, tally)
+    drift, gain, clipped = made.statistics(state, tally)
     assert drift == tally.drift(nodes=2, batches=4)
     assert gain > 1
-    assert rules(nodes=2, momentum=None).statistics(state, tally) == (drift, 0.0)
+    assert clipped == 0
+    assert rules(nodes=2, momentum=None).statistics(state, tally) == (drift, 0.0, 0.0)
