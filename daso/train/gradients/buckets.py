@@ -267,6 +267,8 @@ class FlatGradients:
     def _all_finite(self, buckets: Iterable[Bucket]) -> bool:
         """Return whether sums are finite, flags among them; read once. Large ones may overflow."""
         sums = [bucket.memory.flat.sum().isfinite() for bucket in buckets]
+        kept = [grad for one in self._kept.values() if (grad := one.grad()) is not None]
+        sums += [grad.detach().sum().isfinite() for grad in kept]
         return not sums or bool(torch.stack(sums).all())
 
     def nonfinite_of(self, params: Sequence[int]) -> list[int]:

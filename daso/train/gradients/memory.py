@@ -53,6 +53,8 @@ def is_held(tensor: torch.Tensor) -> bool:
     Such a gradient lies in a buffer of the program, in a list, in a graph (``create_graph=True``),
     or in memory that processes share. The caller must hold no reference of its own.
     """
+    if not isinstance(tensor, torch.Tensor):  # a shard, whose gradient FSDP2 makes and holds
+        return False
     references, uses = _counts(tensor)
     graph = tensor.grad is not None and tensor.grad.requires_grad
     return graph or references > _LEAST_REFERENCES or uses > _LEAST_USES
