@@ -33,7 +33,7 @@ class Header:
     # Of exchanges of small tensors alone since: see `small_seconds`.
     small_own_seconds: float = 0.0  # the rank's that lost most
     minus_small_exposed_seconds: float = -math.inf  # the rank's that waited least
-    clipping: float = 0.0  # how many times it shortened steps, at most; 0: not seen
+    clipping: float = 0.0  # largest factor by which clipping shortened steps; 0: not seen
     loaded: float = 0.0  # 1 where the program loaded other parameters between steps
 
     def encode(self) -> list[float]:

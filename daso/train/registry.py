@@ -86,12 +86,12 @@ def closer_of(sync: Synchronizer) -> Closer:
 def _stop_engines() -> None:
     """Stop the threads before MPI is finalized; nothing collective: ranks may be missing."""
     for sync in list(_open_syncs.values()):
-        _tell_of_apart(sync)
+        _warn_if_apart(sync)
         sync.abandon()
 
 
-def _tell_of_apart(sync: Synchronizer) -> None:
-    """Say that a program ends while nodes hold different parameters, unless it failed."""
+def _warn_if_apart(sync: Synchronizer) -> None:
+    """Warn where a program ends while nodes hold different parameters, unless it failed."""
     failed = getattr(sys, "last_value", None) is not None
     if sync.apart and sync.over is None and sync.coordinator.leads and not failed:
         logger.warning(

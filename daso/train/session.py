@@ -89,8 +89,8 @@ class Session:
         self._measured: tuple[Tally, int] | None = None  # by the original, where this is a copy
         self._probing = False
         self._over: str | None = None  # why nothing may be done any more
-        # Of the report, as it was when this was closed: choices, and the reason for skip.
-        self._last_words: tuple[dict[str, Any], str] | None = None
+        # Choices and the reason for skip, as the report had them when this was closed.
+        self._final_report: tuple[dict[str, Any], str] | None = None
         self._number = 0  # among those that are open
         self._joined = 0  # batch at which all nodes had the same optimizer state
         self._one_copy: OneCopy | None = None
@@ -247,12 +247,12 @@ class Session:
         sync.settle()
         sync.metrics.exposed_before += sync.buckets.node.idle_seconds
         looked = sync.looked
-        fresh = sync.coordinator.extremes(float(sync.buckets.fresh))[0] == 1.0  # on all ranks
+        fresh = sync.is_averaged_everywhere()
         registry.close(sync)
         forget(self)
         self._open(sync.metrics, *acts, looked=looked)
         if self._sync is not None:
-            self._sync.buckets.fresh = fresh and self._sync.averages_no_more_than(sync)
+            self._sync.take_gradients_of(sync, averaged=fresh)
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -285,13 +285,13 @@ class Session:
     @property
     def step_restoration(self) -> StepRestoration | None:
         """What makes steps longer between exchanges; None where nothing does."""
-        return None if self._exchanges is None else self._exchanges.step_restoration
+        return None if self._exchanges is None else self._exchanges.restorations.always
 
     @property
     def scaling(self) -> StepRestoration | None:
-        """What applies the gain, also to a linear optimizer whose gradients are clipped."""
+        """The restoration that scales rates, also of a linear optimizer with clipped gradients."""
         found = self._exchanges
-        return None if found is None else found.step_restoration or found.clipping_restoration
+        return None if found is None else found.restorations.always or found.restorations.clipped
 
     @property
     def measured(self) -> tuple[Tally, int] | None:
@@ -581,7 +581,7 @@ class Session:
             yield
             return
         sync, coordinator = self._sync, self._sync.coordinator
-        sync.apart = False  # the program has the mean, until the next step
+        sync.note_agreed()
         # A context of its own: one object is not entered by several threads at a time.
         with torch.inference_mode(mode=False), ExitStack() as stack:
             coordinator.check_same_batch(self.schedule.batch)
@@ -612,7 +612,7 @@ class Session:
         Collective over the world; blocking; idempotent.
         """
         if self._over is None:
-            self._last_words = self._choices(), self._why()
+            self._final_report = self._choices(), self._why()
         self._over = CLOSED if self._over is None else self._over
         if self._one_copy is not None:
             self._one_copy.close()
@@ -656,8 +656,8 @@ class Session:
 
     def _why(self) -> str:
         """Return why skip is what it is."""
-        if self._last_words is not None:
-            return self._last_words[1]
+        if self._final_report is not None:
+            return self._final_report[1]
         if self._exchanges is None:
             return "nothing crosses between nodes"
         why = getattr(self.setup.policy, "why", None)
@@ -665,8 +665,8 @@ class Session:
 
     def _choices(self) -> dict[str, Any]:
         """Return what was chosen, by the keywords and by what there is."""
-        if self._last_words is not None:
-            return self._last_words[0]
+        if self._final_report is not None:
+            return self._final_report[0]
         chosen = {} if self._sync is None else self._sync.chosen()
         return {**self.setup.choices(self._place), **chosen}
 
@@ -693,7 +693,7 @@ class Session:
         """
         sync = None if self._sync is None or self._stale else self._sync.state()
         if self._sync is not None:
-            self._sync.apart = False  # a resumed run goes on from here
+            self._sync.note_agreed()  # a resumed run goes on from here
         return {**self._state_without_sync(), "sync": sync}
 
     def _state_without_sync(self) -> dict[str, Any]:

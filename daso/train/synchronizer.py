@@ -241,15 +241,24 @@ class Synchronizer:
         if meter is not None and index in (None, meter.index):
             meter.note()
 
-    def averages_no_more_than(self, other: "Synchronizer") -> bool:
-        """Return whether gradients that another one averaged need no average of this one.
+    def is_averaged_everywhere(self) -> bool:
+        """Return whether the last backward averaged gradients on every rank. Collective."""
+        return self.coordinator.extremes(float(self.buckets.fresh))[0] == 1.0
 
-        A second average would round them again, on a narrow wire.
+    def take_gradients_of(self, other: "Synchronizer", *, averaged: bool) -> None:
+        """Leave gradients as they are that another synchronizer averaged for the next step.
+
+        A second average would round them again, on a narrow wire. Layers step with gradients in
+        rows, which are not made yet.
         """
         known = {id(param) for _, param in other.trained.named}
-        wider = self.averaging.synchronous and not other.averaging.synchronous
         same = all(id(param) in known for _, param in self.trained.named)
-        return same and not wider and self.layers is None  # layers step with what lies in rows
+        wider = self.averaging.synchronous and not other.averaging.synchronous
+        self.buckets.fresh = averaged and same and not wider and self.layers is None
+
+    def note_agreed(self) -> None:
+        """Note that the program has the mean of nodes, or a state to resume from, until a step."""
+        self.apart = False
 
     def settle(self) -> None:
         """Wait for all gradients that are under way. Collective over the world; blocking."""
@@ -531,7 +540,7 @@ class Synchronizer:
         if self.exchanges is not None:
             found["wire"], found["allreduce"] = self.exchanges.wire, self.exchanges.plan_name
             found["gradient_wire"] = self.averaging.wire
-            restored = self.exchanges.step_restoration is not None
+            restored = self.exchanges.restorations.always is not None
             found["step_restoration"] = (
                 "a measured gain on the learning rate" if restored else "none"
             )

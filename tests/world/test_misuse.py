@@ -1092,7 +1092,7 @@ def test_two_wrapped_optimizers_of_one_module_leave_each_others_parameters(
 def test_a_frozen_tensor_that_cannot_be_averaged_is_left_alone(topology, rank_info):
     model = Taught()
     with torch.inference_mode():
-        odd = nn.Parameter(torch.ones(3), requires_grad=False)
+        odd = nn.Parameter(torch.full((3,), float(rank_info.rank)), requires_grad=False)
     model.odd = odd
     inner = torch.optim.SGD(model.student.parameters(), lr=0.1)
     with wrap(topology, model, inner) as optimizer:
@@ -1100,6 +1100,8 @@ def test_a_frozen_tensor_that_cannot_be_averaged_is_left_alone(topology, rank_in
         taught_loss(model, rank_info.rank, 0).backward()
         optimizer.step()
         optimizer.synchronize()
+        assert alike(topology, model.student.parameters())
+        assert odd.tolist() == [rank_info.rank] * 3
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)

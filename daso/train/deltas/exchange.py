@@ -36,11 +36,7 @@ from daso.train.deltas.in_flight import InFlight, Outcome, pack, unpack
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.rows import make_rows
 from daso.train.inner.clipping import GradientScaleMeter
-from daso.train.inner.step_restoration import (
-    StepRestoration,
-    make_clipping_restoration,
-    make_step_restoration,
-)
+from daso.train.inner.step_restoration import Restorations, make_restorations
 from daso.train.model.loads import LoadedParameters
 from daso.train.state_sync import zero_nonfinite
 
@@ -118,12 +114,12 @@ class Exchanges:
         if self.settings.exchange.gpu_direct:
             self._try_memory(node)
         self.channels.look_at_links()
-        self.step_restoration, self.clipping_restoration = self._make_restorations()
+        self.restorations = self._make_restorations()
         self.gradient_scale: GradientScaleMeter | None = None
-        if self.clipping_restoration is not None and not coordinator.is_sharded:
+        if self.restorations.clipped is not None and not coordinator.is_sharded:
             self.gradient_scale = GradientScaleMeter(coordinator.trained.named)
         # The gain is measured of tensors that were apart for the same number of batches.
-        may_select = self.step_restoration is None
+        may_select = self.restorations.always is None
         self.rows = make_rows(coordinator, node, outer, may_select=may_select)
         self._flight: InFlight | None = None
         self._node = node
@@ -131,35 +127,26 @@ class Exchanges:
         cores: Literal["spare", "shared"] = "spare" if spare_cores(ranks, threads) else "shared"
         on_host = coordinator.trained.device.type == "cpu"
         self._core_loss = CoreLoss(cores if on_host else "other")
-        restoration = self.step_restoration
         self.rules = ExchangeRules(
             self.settings,
             self.rank_info.nodes,
             tuple(self._numels),
-            *(
-                None if one is None else one.momentum
-                for one in (restoration, self.clipping_restoration)
-            ),
+            *self.restorations.momentums,
         )
         self._state, self._local = self.rules.start(), LocalMeasurements()
 
-    def _make_restorations(self) -> tuple[StepRestoration | None, StepRestoration | None]:
-        """Return what restores steps: always, and where gradients are clipped.
-
-        The same on every rank. Collective over the world; blocking.
-        """
+    def _make_restorations(self) -> Restorations:
+        """Make the restorations, the same on every rank. Collective over the world; blocking."""
         leads, topology = self.coordinator.leads, self.coordinator.topology
-        inner = self.coordinator.trained.inner
-        made = make_step_restoration(inner, self.settings, says=leads)
-        clipped = None if made else make_clipping_restoration(inner, self.settings)
-        if topology.equal_on_all_ranks([one and list(one.traits) for one in (made, clipped)]):
-            return made, clipped
+        made = make_restorations(self.coordinator.trained.inner, self.settings, says=leads)
+        if topology.equal_on_all_ranks(made.traits):
+            return made
         if leads:
             logger.warning(
                 "the inner optimizer must be the same on every rank, but a few steps of a copy "
                 "show others on some; steps are not restored"
             )
-        return None, None
+        return Restorations()
 
     def _try_memory(self, node: NodeTransport) -> None:
         """Let a row cross from this rank's device. Collective over the world; blocking."""

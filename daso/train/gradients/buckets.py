@@ -185,7 +185,7 @@ class FlatGradients:
         for index in params:
             tensor, view = self.named[index][1], self._views[index]
             self._kept.pop(index, None)
-            self._let_go(index)
+            self._separate_kept(index)
             if tensor.grad is None:
                 view.zero_()
             elif tensor.grad.data_ptr() != view.data_ptr():
@@ -204,7 +204,7 @@ class FlatGradients:
         for index in given:
             self.named[index][1].grad = self._grad_of(index)
 
-    def _let_go(self, index: int) -> None:
+    def _separate_kept(self, index: int) -> None:
         """Give a gradient of an earlier round memory of its own where the program kept it."""
         if index not in self._grads or self.named[index][1].grad is self._grads[index]:
             return

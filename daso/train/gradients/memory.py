@@ -19,10 +19,9 @@ def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
 def _counts(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the references to the gradient of a tensor, and the uses of its storage."""
     grad = tensor.grad
-    assert grad is not None, "it was looked whether a gradient is there"
-    references = sys.getrefcount(grad)
+    assert grad is not None, "the caller has looked"
     uses = _uses_of_storage(grad.untyped_storage()._cdata) if _uses_of_storage else 0
-    return references, uses
+    return sys.getrefcount(grad), uses
 
 
 def _references(tensors: Mapping[int, torch.Tensor], index: int) -> int:
@@ -56,8 +55,9 @@ def is_held(tensor: torch.Tensor) -> bool:
     if not isinstance(tensor, torch.Tensor):  # a shard, whose gradient FSDP2 makes and holds
         return False
     references, uses = _counts(tensor)
-    graph = tensor.grad is not None and tensor.grad.requires_grad
-    return graph or references > _LEAST_REFERENCES or uses > _LEAST_USES
+    if references > _LEAST_REFERENCES or uses > _LEAST_USES:
+        return True
+    return tensor.grad is not None and tensor.grad.requires_grad
 
 
 def second_storage(row: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Measures how much a program shortens gradients between backward and step, as clipping does.
+"""Measures the factor by which a program scales gradients between backward and step.
 
 An optimizer that is linear in its gradients (SGD) needs no gain, unless gradients are clipped on
 each node: then every node's step has the same length whatever its noise, and their mean is short,
@@ -7,7 +7,7 @@ as with optimizers that normalize. It is short by the clipping at most.
 
 import torch
 
-from daso.train.model.params import Named
+from daso.train.model.params import Named, writes_of
 
 __all__ = ["GradientScaleMeter"]
 
@@ -37,13 +37,13 @@ class GradientScaleMeter:
     def note(self) -> None:
         """Keep the gradient as it is when a backward has made it. Does not block."""
         grad = self._tensor.grad
-        self._before = None if grad is None else (grad.detach().clone(), _writes(grad))
+        self._before = None if grad is None else (grad.detach().clone(), writes_of(grad))
 
     def measure(self) -> None:
         """Compare the gradient that is there when a step begins. Does not block."""
         before, self._before = self._before, None
         grad = self._tensor.grad
-        if before is None or grad is None or _writes(grad) == before[1]:
+        if before is None or grad is None or writes_of(grad) == before[1]:
             return
         self.seen = True
         was = before[0].flatten().double()
@@ -78,8 +78,3 @@ class GradientScaleMeter:
         """Take over what `state` returned."""
         self.seen = bool(state[0])
         self._sums.copy_(torch.tensor(state[1:], dtype=torch.float64, device="cpu"))
-
-
-def _writes(grad: torch.Tensor) -> tuple[int, int]:
-    """Return what changes with each write that torch counts."""
-    return grad.data_ptr(), grad._version

@@ -6,6 +6,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from daso.train.inner.optimizer_probe import OptimizerTraits, probe_optimizer
 from daso.train.model.hooks import Hook, nothing
 
 __all__ = [
+    "Restorations",
     "StepRestoration",
     "first_post_hook",
-    "make_clipping_restoration",
-    "make_step_restoration",
+    "make_restorations",
 ]
 
 logger = logging.getLogger("daso")
@@ -69,9 +70,7 @@ class StepRestoration:
 
     def __init__(self, inner: torch.optim.Optimizer, traits: Sequence[OptimizerTraits]) -> None:
         self._inner, self.traits = inner, traits
-        self._scaled: list[
-            tuple[Settings, Settings, Settings]
-        ] = []  # group, before, while it steps
+        self._scaled: list[tuple[Settings, dict[str, Setting]]] = []  # groups of this step
         weights = [
             sum(param.numel() for param in group["params"]) * trait.normalizes
             for group, trait in zip(inner.param_groups, traits, strict=True)
@@ -97,21 +96,18 @@ class StepRestoration:
             group["lr"] = group["lr"] * gain
             if trait.decays_by_lr:
                 group["weight_decay"] = group["weight_decay"] / gain
-            inside = {key: _copied(group[key]) for key in before}
-            self._scaled.append((group, before, inside))
+            kept = {key: Setting.of(value, group[key]) for key, value in before.items()}
+            self._scaled.append((group, kept))
 
     def end(self, groups: Sequence[Settings] | None = None) -> None:
         """Put back the settings of these groups, or of all; idempotent."""
-        kept = []
-        for one in self._scaled:
-            group, before, inside = one
+        waiting = []
+        for group, kept in self._scaled:
             if groups is None or any(group is other for other in groups):
-                group.update(
-                    {key: _unscaled(group[key], before[key], inside[key]) for key in before}
-                )
+                group.update({key: one.unscaled(group[key]) for key, one in kept.items()})
             else:
-                kept.append(one)
-        self._scaled = kept
+                waiting.append((group, kept))
+        self._scaled = waiting
 
     @contextmanager
     def scaled(self, gain: float) -> Iterator[None]:
@@ -134,32 +130,28 @@ class StepRestoration:
                 hook.remove()
 
 
-def _unscaled(now: Any, before: Any, inside: Any) -> Any:
-    """Return a setting of the user's, with what the step changed."""
-    if bool(now == inside) or not bool(inside):
-        return before
-    changed = now * (before / inside)
-    return before.copy_(changed) if isinstance(before, torch.Tensor) else changed
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting of a parameter group that is scaled while the optimizer steps."""
 
+    before: Any  # of the user's: a number or a tensor
+    scaled: Any
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    @classmethod
+    def of(cls, before: Any, scaled: Any) -> "Setting":
+        """Keep both, the scaled one as it is now."""
+        tensor = isinstance(scaled, torch.Tensor)
+        return cls(before, (scaled, scaled._version, scaled.clone()) if tensor else scaled)
 
-
-def make_clipping_restoration(
-    inner: torch.optim.Optimizer, settings: options.Settings
-) -> StepRestoration | None:
-    """Make the restoration of a linear optimizer whose gradients are clipped; None for others."""
-    traits = probe_optimizer(inner) if settings.may_restore_steps else None
-    if not traits or any(one.normalizes for one in traits):
-        return None
-    momentums = [float(group.get("momentum") or 0.0) for group in inner.param_groups]
-    # Its weight decay is part of the gradient, behind the clipping: a mean does not shorten it.
-    scaled = [
-        OptimizerTraits(normalizes=True, decays_by_lr="weight_decay" in group, momentum=momentum)
-        for group, momentum in zip(inner.param_groups, momentums, strict=True)
-    ]
-    return StepRestoration(inner, scaled) if max(momentums) < 1 else None
+    def unscaled(self, now: Any) -> Any:
+        """Return the user's setting, with the change that the step made; without a device sync."""
+        if not isinstance(self.scaled, tuple):
+            same = not self.scaled or bool(now == self.scaled)
+            return self.before if same else now * (self.before / self.scaled)
+        tensor, version, scaled = self.scaled
+        if now is tensor and now._version == version:
+            return self.before
+        return self.before.copy_(now * (self.before / scaled))
 
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
@@ -168,12 +160,34 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
     return total / max(1, sum(weights))
 
 
-def make_step_restoration(
+@dataclass(frozen=True, slots=True)
+class Restorations:
+    """Restorations of one inner optimizer; at most one of them exists."""
+
+    always: StepRestoration | None = None  # of an optimizer that normalizes
+    clipped: StepRestoration | None = None  # of a linear one, where gradients are clipped
+
+    @property
+    def momentums(self) -> tuple[float | None, float | None]:
+        """The momentum of each; None where it does not exist."""
+        always, clipped = self.always, self.clipped
+        return (
+            None if always is None else always.momentum,
+            None if clipped is None else clipped.momentum,
+        )
+
+    @property
+    def traits(self) -> list[list[OptimizerTraits]]:
+        """The traits of each, to compare on ranks."""
+        return [[] if one is None else list(one.traits) for one in (self.always, self.clipped)]
+
+
+def make_restorations(
     inner: torch.optim.Optimizer, settings: options.Settings, *, says: bool
-) -> StepRestoration | None:
-    """Return what restores the steps of an optimizer; None where nothing is to be restored."""
+) -> Restorations:
+    """Make the restorations that an optimizer needs, by a few steps of copies of it."""
     if not settings.may_restore_steps:
-        return None
+        return Restorations()
     traits = probe_optimizer(inner)
     if traits is None and settings.exchange.step_restoration == "on":
         traits = [OptimizerTraits(normalizes=True) for _ in inner.param_groups]
@@ -185,5 +199,17 @@ def make_step_restoration(
                 "it does, or 'off'",
                 type(inner).__name__,
             )
-        return None
-    return StepRestoration(inner, traits) if any(one.normalizes for one in traits) else None
+        return Restorations()
+    if any(one.normalizes for one in traits):
+        return Restorations(always=StepRestoration(inner, traits))
+    return Restorations(clipped=_of_clipped_steps(inner))
+
+
+def _of_clipped_steps(inner: torch.optim.Optimizer) -> StepRestoration | None:
+    momentums = [float(group.get("momentum") or 0.0) for group in inner.param_groups]
+    # Weight decay joins the gradient behind the clipping: a mean does not shorten it.
+    traits = [
+        OptimizerTraits(normalizes=True, decays_by_lr="weight_decay" in group, momentum=momentum)
+        for group, momentum in zip(inner.param_groups, momentums, strict=True)
+    ]
+    return StepRestoration(inner, traits) if max(momentums) < 1 else None

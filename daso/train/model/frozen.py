@@ -1,7 +1,7 @@
-"""Parameters of the module that the wrapped optimizer does not train, and that ranks may change.
+"""Digests of the parameters that the wrapped optimizer does not train.
 
 A teacher that follows its student, or weights into which adapters are merged, become different on
-ranks. A digest of each finds that out: of 1,024 numbers, and of all where torch counted a write.
+ranks. A digest of 1,024 numbers of each finds that, or of all numbers where torch counted a write.
 """
 
 from collections.abc import Callable, Container
@@ -9,7 +9,7 @@ from collections.abc import Callable, Container
 import torch
 
 from daso.train.misuse import checksum
-from daso.train.model.params import Named, Trained
+from daso.train.model.params import Named, Trained, writes_of
 from daso.train.model.shards import is_sharded
 from daso.train.model.shared import is_unfit
 
@@ -28,7 +28,7 @@ class FrozenParameters:
 
     def __init__(self, trained: Trained, elsewhere: Callable[[], Container[int]]) -> None:
         self._trained, self._elsewhere = trained, elsewhere
-        self._writes = {name: _writes(tensor) for name, tensor in self.named()}
+        self._writes = {name: writes_of(tensor) for name, tensor in self.named()}
 
     def named(self) -> Named:
         """Return names and parameters."""
@@ -48,17 +48,12 @@ class FrozenParameters:
         found = {}
         for name, tensor in self.named():
             flat = tensor.detach().reshape(-1)
-            whole = self._writes.get(name) != _writes(tensor)
+            whole = self._writes.get(name) != writes_of(tensor)
             part = flat if whole else flat[:: max(1, flat.numel() // SAMPLE)]
             found[name] = f"{checksum([part]):.0f}" + (" of all" if whole else "")
         return found
 
     def note_equal(self, names: Container[str]) -> None:
         """Note that all ranks hold the same values of these."""
-        now = {name: _writes(tensor) for name, tensor in self.named() if name in names}
+        now = {name: writes_of(tensor) for name, tensor in self.named() if name in names}
         self._writes |= now
-
-
-def _writes(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return what changes with each write that torch counts."""
-    return tensor.data_ptr(), tensor._version

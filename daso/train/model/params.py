@@ -22,6 +22,7 @@ __all__ = [
     "layout_of",
     "start_equal",
     "view_like",
+    "writes_of",
 ]
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -180,6 +181,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a dense tensor as one row in the order of memory, without a copy."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def writes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return numbers that differ after each write to a tensor that torch counts."""
+    return tensor.data_ptr(), tensor._version
 
 
 def view_like(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ from daso.plan.small_tensors import SMALL_WAIT
 from daso.plan.step_restoration import rate_of
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import DeltaShard, MergeOptions, cut_row
-from daso.train.inner.step_restoration import make_step_restoration
+from daso.train.inner.step_restoration import make_restorations
 from daso.train.model.params import Named, Trained, flat_view
 from daso.train.simulated.gradients import SimulatedGradients
 
@@ -198,7 +198,7 @@ class SimulatedNodes:
         pairs = zip(self.inners, self.models, strict=True)
         self.named = [Trained.by(inner, model).named for inner, model in pairs]
         self.step_restorations = [
-            make_step_restoration(inner, settings, says=False) for inner in self.inners
+            make_restorations(inner, settings, says=False).always for inner in self.inners
         ]
         restoration = self.step_restorations[0]
         self.rows = [self._rows(cut, way, may_select=restoration is None) for cut in self._cuts()]

@@ -8,7 +8,7 @@ import torch
 import daso
 from daso.plan.options import Settings
 from daso.train.inner.optimizer_probe import OptimizerTraits, probe_optimizer
-from daso.train.inner.step_restoration import StepRestoration, make_step_restoration
+from daso.train.inner.step_restoration import StepRestoration, make_restorations
 
 
 def adamw(**options):
@@ -113,22 +113,22 @@ def test_momentum_is_the_mean_over_parameters_that_are_normalized():
     ],
 )
 def test_where_steps_are_restored(options, restores):
-    found = make_step_restoration(adamw(), settings(**options), says=True)
+    found = make_restorations(adamw(), settings(**options), says=True).always
     assert (found is not None) == restores
 
 
 def test_a_linear_optimizer_is_left_alone():
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1, momentum=0.9)
-    assert make_step_restoration(sgd, settings(), says=True) is None
+    assert make_restorations(sgd, settings(), says=True).always is None
 
 
 def test_one_whose_kind_cannot_be_told_is_said_and_can_be_named(caplog):
     lbfgs = torch.optim.LBFGS([torch.nn.Parameter(torch.ones(4))])
     with caplog.at_level(logging.WARNING, "daso"):
-        assert make_step_restoration(lbfgs, settings(), says=False) is None
+        assert make_restorations(lbfgs, settings(), says=False).always is None
         assert not caplog.records
-        assert make_step_restoration(lbfgs, settings(), says=True) is None
+        assert make_restorations(lbfgs, settings(), says=True).always is None
     assert "pass exchange=daso.Exchange(step_restoration='on') if it does" in caplog.text
-    restoration = make_step_restoration(lbfgs, settings("on"), says=True)
+    restoration = make_restorations(lbfgs, settings("on"), says=True).always
     with restoration.scaled(2.0):
         assert lbfgs.param_groups[0]["lr"] == 2.0
