@@ -177,6 +177,22 @@ def test_a_list_of_gradients_outlives_a_layer_that_freezes(topology, rank_info, 
     assert equal(*ends)
 
 
+@pytest.mark.nodes((2,), (1, 1), (2, 2))
+def test_gradients_have_memory_of_their_own_when_training_is_over(topology, rank_info):
+    """That of the node is given back: a list of gradients must not point there."""
+    model = network()
+    optimizer = wrap(topology, model, policy=SYNC)
+    step(optimizer, model, rank_info, 0)
+    grads = [p.grad for p in model.parameters()]
+    before = [(grad.data_ptr(), grad.clone()) for grad in grads]
+    for p in list(model.parameters())[:2]:
+        p.grad = None  # in the list alone
+    optimizer.close()
+    for grad, (pointer, values) in zip(grads, before, strict=True):
+        assert grad.data_ptr() != pointer
+        assert torch.equal(grad, values)
+
+
 def live_grads(model):
     return [p.grad for p in model.parameters() if p.grad is not None]
 
@@ -206,7 +222,7 @@ def share_one(model):
     model[2].weight.grad.share_memory_()
 
 
-@pytest.mark.nodes(*SEVERAL_NODES, (2,), (3,))
+@pytest.mark.nodes((2,), *SEVERAL_NODES, (3,))
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("reducer", ["bucketed", "host"])
 @pytest.mark.parametrize("edit", [share, share_one])

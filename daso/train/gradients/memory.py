@@ -63,6 +63,9 @@ def is_held(tensor: torch.Tensor) -> bool:
 def second_storage(row: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the same memory whose storage torch may replace by itself.
 
-    ``share_memory_()`` replaces the memory behind a storage, for all tensors that have it.
+    ``share_memory_()`` replaces the memory behind a storage, for all tensors that have it. Memory
+    of a device is shared already.
     """
+    if row.device.type != "cpu":
+        return row.new_empty(0).set_(row)  # the version counts what the program writes alone
     return torch.utils.dlpack.from_dlpack(row)
