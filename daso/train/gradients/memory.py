@@ -67,5 +67,7 @@ def second_storage(row: torch.Tensor) -> torch.Tensor:
     of a device is shared already.
     """
     if row.device.type != "cpu":
-        return row.new_empty(0).set_(row)  # the version counts what the program writes alone
+        # Its version counts what the program writes alone.
+        where = row.storage_offset(), row.shape, row.stride()
+        return row.new_empty(0).set_(row.untyped_storage(), *where)
     return torch.utils.dlpack.from_dlpack(row)
