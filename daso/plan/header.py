@@ -34,7 +34,7 @@ class Header:
     small_own_seconds: float = 0.0  # the rank's that lost most
     minus_small_exposed_seconds: float = -math.inf  # the rank's that waited least
     clipping: float = 0.0  # largest factor by which clipping shortened steps; 0: not seen
-    loaded: float = 0.0  # 1 where the program loaded other parameters between steps
+    written: float = 0.0  # 1 where the program wrote other parameters between steps
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""

@@ -336,7 +336,9 @@ class Session:
         finally:  # an error that all ranks got leaves them in step
             self._take(state)
         self._learn(measurements)
-        self._follow_loads()
+        self._follow_writes()
+        if self._sync is not None:
+            self._sync.mark_writes()
 
     def _averaged(self, closure: Closure) -> Closure:
         """Return a closure whose loss is the same on all ranks whose gradients are averaged.
@@ -387,8 +389,8 @@ class Session:
         check_same_layout(sync.trained, self.topology)
         self._go_on_from_the_mean(sync)
 
-    def _follow_loads(self) -> None:
-        """Start again from parameters that the program loaded between steps, with all nodes.
+    def _follow_writes(self) -> None:
+        """Start again from parameters that the program wrote between steps, with all nodes.
 
         An exchange said so, so all ranks are behind the same step. Collective over the world.
         """
@@ -397,8 +399,8 @@ class Session:
             return
         if self.topology.rank == 0:
             logger.warning(
-                "parameters were loaded between steps, up to batch %d: nodes start again from "
-                "them, and leave what was exchanged meanwhile",
+                "the program wrote parameters between steps, up to batch %d: nodes start again "
+                "from them, and leave what was exchanged meanwhile",
                 self.schedule.batch,
             )
         self._go_on_from_the_mean(sync)
@@ -457,7 +459,9 @@ class Session:
         finally:
             self._take(state)
         self._learn(measurements)
-        self._follow_loads()
+        self._follow_writes()
+        if self._sync is not None:
+            self._sync.mark_writes()
 
     def _learn(self, measurements: Measurements | None) -> None:
         """Let the policy choose by what an exchange told."""
@@ -540,6 +544,7 @@ class Session:
         self._perform(*drain(self.schedule))
         self._sync.equalize(self.schedule)
         self._sync.coordinator.average_others()
+        self._sync.mark_writes()
         # `eval()` of a schedule-free optimizer makes parameters out of its state.
         if optimizer_state or _has_modes(self.inner):
             self._sync.coordinator.join()
@@ -582,12 +587,14 @@ class Session:
             return
         sync, coordinator = self._sync, self._sync.coordinator
         sync.note_agreed()
+        if sync.exchanges is not None:
+            sync.exchanges.note_writes(goes_on=True)
         # A context of its own: one object is not entered by several threads at a time.
         with torch.inference_mode(mode=False), ExitStack() as stack:
             coordinator.check_same_batch(self.schedule.batch)
             stack.enter_context(coordinator.averaged())
             until_the_end = stack.pop_all()
-        with until_the_end, sync.loads.paused():
+        with sync.writes.paused(), until_the_end:
             yield
 
     @contextmanager

@@ -38,8 +38,8 @@ from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.metrics import Metrics
 from daso.train.misuse import has_batch_norm
 from daso.train.model.changes import ParameterChanges
-from daso.train.model.loads import LoadedParameters
 from daso.train.model.params import Trained
+from daso.train.model.writes import ParameterWrites
 from daso.train.startup import make_background, start_alike
 
 __all__ = ["SessionCallbacks", "Synchronizer"]
@@ -94,7 +94,7 @@ class Synchronizer:
         self.coordinator = Coordinator(
             trained, topology, replicas, self.channels, metrics, callbacks.elsewhere
         )
-        self.loads = LoadedParameters(trained)
+        self.writes = ParameterWrites(trained)
         self.over: str | None = None  # why it can do nothing any more
         self.apart = False  # nodes hold other parameters, and the program asked for no mean since
         self._batch = 0  # steps taken
@@ -129,7 +129,7 @@ class Synchronizer:
         self.exchanges: Exchanges | None = None
         try:
             if topology.nodes > 1:
-                self.exchanges = Exchanges(self.coordinator, self.buckets.node, outer, self.loads)
+                self.exchanges = Exchanges(self.coordinator, self.buckets.node, outer, self.writes)
         except Exception:  # no memory: leave the user's model without hooks
             self.averaging.close()
             self.channels.engine.close()
@@ -283,7 +283,7 @@ class Synchronizer:
         """Get ready for a step that calls backward itself."""
         self._begin_step()
         if self.exchanges is not None:
-            self.exchanges.note_loads()
+            self.exchanges.note_writes()
         self.averaging.check()
         self._refuse("closures", self.averaging.by_layers)
         self.buckets.reduce_plan = self.averaging.plan(between=self.averaging.synchronous)
@@ -438,7 +438,6 @@ class Synchronizer:
         Collective over the world in the sense of the schedule; blocks for receives.
         """
         self.buckets.fresh = False
-        self.loads.arm(armed=not self.averaging.synchronous)
         if self.exchanges is not None and self.exchanges.gradient_scale is not None:
             self.exchanges.gradient_scale.forget()
         stepped_at = self.metrics.stepped_at
@@ -451,6 +450,11 @@ class Synchronizer:
         if self._tuner is not None and not self.buckets.reduce_plan.alone:
             self._tuner.after_step(state.batch, state.wait)
         return measurements
+
+    def mark_writes(self) -> None:
+        """Let writes to parameters count as the program's from now on."""
+        if self.exchanges is not None:
+            self.writes.mark(by_layers=self.averaging.by_layers)
 
     def pass_batch(self, state: State, *, aside: bool) -> None:
         """Go on to a batch in which nothing is due here; gradients stay on this rank if aside."""
@@ -524,7 +528,7 @@ class Synchronizer:
         """Take over what `state` returned on the same rank of a world of the same shape."""
         if self.exchanges is not None:
             self.exchanges.load(state["exchanges"])
-        self.loads.arm(armed=False)  # what was loaded belongs to this state
+        self.writes.forget()  # what was loaded belongs to this state
         self.metrics.load(state["counts"])
         self.buckets.arrange(*state["gradients"]["rows"])
         self.averaging.compressor.load(state["gradients"])
@@ -604,7 +608,7 @@ class Synchronizer:
 
     def unhook(self) -> None:
         """Leave the user's model without hooks; idempotent."""
-        self.loads.close()
+        self.writes.close()
         if self.layers is not None:
             self.layers.close()
         self.buckets.close()

@@ -1223,7 +1223,7 @@ def test_moments_in_codes_are_those_of_one_node(topology, rank_info):
         assert equal(now, first)
 
 
-# --- parameters that the program loads between steps -------------------------------------------
+# --- parameters that the program writes between steps ------------------------------------------
 
 
 def outer_nesterov(params):
@@ -1231,7 +1231,7 @@ def outer_nesterov(params):
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)
-@pytest.mark.parametrize("part", ["whole", "layer"])
+@pytest.mark.parametrize("part", ["whole", "layer", "in place", "data", "pruned"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -1246,9 +1246,23 @@ def test_weights_that_were_discarded_do_not_come_back(topology, rank_info, optio
     with wrap(topology, model, inner, policy=daso.Fixed(4, 2), wire="fp32", **options) as optimizer:
         for number in range(9):
             step(optimizer, model, rank_info, number)
+        now = first
         if part == "whole":
             model.load_state_dict(first)
-            now = first
+        elif part == "in place":
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(first[name])
+        elif part == "data":
+            for name, p in model.named_parameters():
+                p.data.copy_(first[name])
+        elif part == "pruned":
+            weight = model[2].weight
+            with torch.no_grad():
+                weight.masked_fill_(weight.abs() < weight.abs().median(), 0)
+            now = {"2.weight": weight.detach().clone()}
+            shared = topology.world_comm.allgather(now["2.weight"])
+            now["2.weight"] = torch.stack(shared).mean(0)
         else:
             model[2].load_state_dict({name: first[f"2.{name}"] for name in ("weight", "bias")})
             now = {name: first[name] for name in ("2.weight", "2.bias")}
@@ -1259,7 +1273,22 @@ def test_weights_that_were_discarded_do_not_come_back(topology, rank_info, optio
         assert alike(topology, model.parameters())
         for name, its in now.items():
             assert torch.allclose(model.state_dict()[name], its, rtol=0, atol=1e-6), name
-    assert on_rank_0(topology, said("parameters were loaded between steps")) == 1
+    assert on_rank_0(topology, said("wrote parameters between steps")) == 1
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("every", [1, 3])
+def test_projections_behind_steps_are_no_new_start(topology, rank_info, every, said):
+    model = network()
+    with wrap(topology, model, policy=daso.Fixed(4, 2), merge="daso") as optimizer:
+        for number in range(20):
+            step(optimizer, model, rank_info, number)
+            if number % every == 0:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.clamp_(-0.05, 0.05)
+        optimizer.synchronize()
+    assert not on_rank_0(topology, said("wrote parameters between steps"))
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)
@@ -1291,6 +1320,11 @@ def test_parameters_that_are_put_back_are_no_load(topology, rank_info, said):
                     mine = copy.deepcopy(model.state_dict())
                     model.load_state_dict(other)
                     model.load_state_dict(mine)
+                    for name, p in model.named_parameters():
+                        p.data.copy_(other[name])
+                    with torch.no_grad():
+                        for name, p in model.named_parameters():
+                            p.copy_(mine[name])
                 if swaps and number == 4:
                     with optimizer.averaged():
                         mine = copy.deepcopy(model.state_dict())
@@ -1299,7 +1333,7 @@ def test_parameters_that_are_put_back_are_no_load(topology, rank_info, said):
             optimizer.synchronize()
             ends.append(bits(model))
     assert equal(*ends)
-    assert not on_rank_0(topology, said("were loaded between steps"))
+    assert not on_rank_0(topology, said("wrote parameters between steps"))
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)
@@ -1324,4 +1358,4 @@ def test_a_resume_in_the_midst_is_no_load(topology, rank_info, first, said):
             if first == "optimizer":
                 model.load_state_dict(saved[0])
         assert equal(*ends)
-    assert not on_rank_0(topology, said("were loaded between steps"))
+    assert not on_rank_0(topology, said("wrote parameters between steps"))

@@ -37,7 +37,7 @@ from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.rows import make_rows
 from daso.train.inner.clipping import GradientScaleMeter
 from daso.train.inner.step_restoration import Restorations, make_restorations
-from daso.train.model.loads import LoadedParameters
+from daso.train.model.writes import ParameterWrites
 from daso.train.state_sync import zero_nonfinite
 
 __all__ = ["Exchanges"]
@@ -61,7 +61,7 @@ class LocalMeasurements:
     # the last one.
     lately: dict[str, list[float]] = field(default_factory=dict)
     kind: str = ""
-    loaded: bool = False  # the program loaded other parameters since nodes agreed
+    written: bool = False  # the program wrote parameters since nodes agreed
     # Batch of the last measurement in this phase, and seconds that steps were exposed until then.
     marked: tuple[int, float] | None = None
 
@@ -88,7 +88,7 @@ class Exchanges:
         coordinator: Where all ranks meet; knows the model, the world and the links.
         node: The node whose ranks share rows.
         outer: Makes an optimizer for the reference.
-        loads: Notices that the program loads other parameters.
+        writes: Notices that the program writes parameters between steps.
 
     Collective over the node; blocking.
     """
@@ -98,10 +98,10 @@ class Exchanges:
         coordinator: Coordinator,
         node: NodeTransport,
         outer: MakeOuter | None,
-        loads: LoadedParameters,
+        writes: ParameterWrites,
     ) -> None:
-        self._loads = loads
-        self.restart_due = False  # all ranks agreed that parameters were loaded between steps
+        self._writes = writes
+        self.restart_due = False  # all ranks agreed that parameters were written between steps
         self.coordinator, self.channels, self.metrics = (
             coordinator,
             coordinator.channels,
@@ -238,7 +238,7 @@ class Exchanges:
         Collective over the world; non-blocking, but for the node where nodes go ahead.
         """
         begun, waited = time.perf_counter(), self._node.waited_seconds
-        self.note_loads()
+        self.note_writes()
         rows, blocking = self._rows_of(fragment), wait == 0
         sent = self.rules.send(self._state, batch, fragment, wait=wait)
         ahead, dense = self.settings.eager and not blocking, fragment is None
@@ -257,13 +257,16 @@ class Exchanges:
 
     def before_step(self) -> None:
         """Look at what the program did since the last step. Does not communicate."""
-        self.note_loads()
+        self.note_writes()
         if self.gradient_scale is not None:
             self.gradient_scale.measure()
 
-    def note_loads(self) -> None:
-        """Remember that the program loaded other parameters, until all nodes start from them."""
-        self._local.loaded = self._loads.changed() or self._local.loaded
+    def note_writes(self, *, goes_on: bool = False) -> None:
+        """Remember that the program wrote parameters, until all nodes start from them."""
+        if self._writes.changed(goes_on=goes_on) and (
+            self._flight is not None or self._state.batches
+        ):
+            self._local.written = True  # before, nothing of the old parameters was sent
 
     def send_small(self, batch: int) -> None:
         """Start an exchange of small tensors alone, of which nothing is measured.
@@ -306,7 +309,7 @@ class Exchanges:
         """Return that, and what this rank measured since it returned one last."""
         header = replace(self._header(batch), own_seconds=self._local.own_seconds)
         header = replace(header, **self._small_measured())
-        header = replace(header, loaded=float(self._local.loaded))
+        header = replace(header, written=float(self._local.written))
         if self.gradient_scale is not None:
             header = replace(header, clipping=self.gradient_scale.take())
         if seconds := self.metrics.watch.take_steps():
@@ -402,9 +405,9 @@ class Exchanges:
         Collective over the node; blocking.
         """
         begun, waited = time.perf_counter(), self._node.waited_seconds
-        self.note_loads()
+        self.note_writes()
         rule = self.rules.merge(waited=batch - flight.sent.batch, keeps=flight.sent.keeps)
-        applies = not self._local.loaded  # else the mean is of parameters that were discarded
+        applies = not self._local.written  # else the mean is of parameters that were discarded
         for row in rows:
             row.merge(rule, applies=applies)
         trace.record(trace.MERGE, begun, key=flight.handle.key, nbytes=nbytes)
@@ -427,7 +430,7 @@ class Exchanges:
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
             return None
-        if outcome.header.loaded:
+        if outcome.header.written:
             self.restart_due = True
             if flight.ahead:
                 for row in self._rows_of(flight.sent.fragment):
@@ -554,7 +557,7 @@ class Exchanges:
         merged when the schedule says so, here and after loading. Not collective.
         """
         flight = self._flight
-        self.note_loads()
+        self.note_writes(goes_on=True)
         return {
             "rows": [row.state() for row in self._at_rest()],
             "state": asdict(self._state),
