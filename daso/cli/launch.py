@@ -243,13 +243,12 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
                 if path.name not in seen.ranks.values() and (pid := path.read_text()):
                     seen.add(path.name, int(pid))
             ended, orphaned = seen.ended()
-            if orphaned and not first and len(ended) in (0, len(seen.ranks)):
-                first = "; what mpirun starts ranks by was killed"
-            elif ended and not first:
+            lost = lost or orphaned
+            if ended and not first and not orphaned:  # else an abort ended all at once
                 first = f"; rank {' and rank '.join(ended)} ended first"
             # It may still print what ranks said, to a reader that is slow.
-            lost = lost or orphaned
             if lost and _goes_on(process, ORPHANED_SECONDS) and _has_reader():
+                first = first or "; what mpirun starts ranks by was killed"
                 seen.kill_ranks()
                 process.kill()
                 return first

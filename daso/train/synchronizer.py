@@ -120,6 +120,7 @@ class Synchronizer:
                 self.changes.layout_changed,
                 callbacks.absorbs,
                 self._gradient_made,
+                self._count_round,
             ),
             cuts=CUTS[settings.gradients.reducer],
         )
@@ -219,6 +220,7 @@ class Synchronizer:
         plan = self.averaging.plan(between=between)
         if plan != self.buckets.reduce_plan:  # what was averaged was not as it is from now on
             self.buckets.fresh = False
+            self.channels.watchdog.rounds = 0  # nodes of one rank count none by themselves
         self.buckets.reduce_plan = plan
 
     # --- one step ----------------------------------------------------------------------------
@@ -232,8 +234,13 @@ class Synchronizer:
         watchdog.steps = self._batch + 1
         alone = in_backward and not self.averaging.synchronous
         watchdog.heeds = node.ranks_of_node if alone else None
+        if in_backward:
+            self._count_round()
         if self.layers is not None:
             self.layers.begin()
+
+    def _count_round(self) -> None:
+        self.channels.watchdog.rounds += 1
 
     def _gradient_made(self, index: int | None) -> None:
         """Keep a gradient that the program may change before the step; see `GradientScaleMeter`."""

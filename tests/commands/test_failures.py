@@ -133,6 +133,7 @@ def test_one_rank_in_trouble_ends_the_job(
     assert message in run.stdout + run.stderr
     assert seconds < 10 * slowness(), f"gone after {seconds:.1f} s"
     assert left_over(str(program)) == {}
+    assert "was killed" not in run.stderr
     if how == "raise":
         assert "the disk is on fire" in run.stderr
 

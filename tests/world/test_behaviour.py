@@ -873,3 +873,22 @@ def test_ranks_stuck_in_different_exchanges_are_told_who_stopped_first(topology,
         optimizer.synchronize()
     assert time.monotonic() - start < 20 * slowness()
     optimizer.close()  # does not wait for anybody
+
+
+@pytest.mark.parametrize("policy", [daso.Fixed(1, 0), daso.Fixed(4, 1)])
+def test_a_backward_more_on_one_rank_is_named(topology, rank_info, policy):
+    """From then on ranks would average gradients of different steps, until the last."""
+    model, node = small(), rank_info.local_size > 1
+    optimizer = wrap(topology, model, policy=policy)
+    train(topology, model, optimizer, 3)
+    if rank_info.rank == 0:
+        model(torch.ones(4, 4)).sum().backward()
+    if rank_info.world_size == 1 or (policy.skip > 1 and not node):
+        train(topology, model, optimizer, 3, first=3)
+        optimizer.synchronize()
+    else:
+        match = r"at step \d+ rank \d+ had averaged \d+ times and rank 0 \d+ times"
+        with pytest.raises(ExchangeError, match=match):
+            train(topology, model, optimizer, 3, first=3)
+            optimizer.synchronize()
+    optimizer.close()

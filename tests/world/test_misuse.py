@@ -1226,12 +1226,40 @@ def test_moments_in_codes_are_those_of_one_node(topology, rank_info):
 # --- parameters that the program writes between steps ------------------------------------------
 
 
+def load(model, first):
+    model.load_state_dict(first)
+
+
+def copy_in_place(model, first):
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(first[name])
+
+
+def copy_data(model, first):
+    for name, p in model.named_parameters():
+        p.data.copy_(first[name])
+
+
+def load_layer(model, first):
+    model[2].load_state_dict({name: first[f"2.{name}"] for name in ("weight", "bias")})
+
+
+def prune_layer(model, _):
+    with torch.no_grad():
+        for p in model[2].parameters():
+            p.masked_fill_(p.abs() <= p.abs().median(), 0)
+
+
+WHOLE = (load, copy_in_place, copy_data)
+
+
 def outer_nesterov(params):
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)
-@pytest.mark.parametrize("part", ["whole", "layer", "in place", "data", "pruned"])
+@pytest.mark.parametrize("write", [*WHOLE, load_layer, prune_layer])
 @pytest.mark.parametrize(
     "options",
     [
@@ -1239,33 +1267,20 @@ def outer_nesterov(params):
         {"outer": outer_nesterov},
     ],
 )
-def test_weights_that_were_discarded_do_not_come_back(topology, rank_info, options, part, said):
+def test_weights_that_were_discarded_do_not_come_back(topology, rank_info, options, write, said):
     model = network()
     first = copy.deepcopy(model.state_dict())
     inner = sgd(model)
     with wrap(topology, model, inner, policy=daso.Fixed(4, 2), wire="fp32", **options) as optimizer:
         for number in range(9):
             step(optimizer, model, rank_info, number)
-        now = first
-        if part == "whole":
-            model.load_state_dict(first)
-        elif part == "in place":
-            with torch.no_grad():
-                for name, p in model.named_parameters():
-                    p.copy_(first[name])
-        elif part == "data":
-            for name, p in model.named_parameters():
-                p.data.copy_(first[name])
-        elif part == "pruned":
-            weight = model[2].weight
-            with torch.no_grad():
-                weight.masked_fill_(weight.abs() < weight.abs().median(), 0)
-            now = {"2.weight": weight.detach().clone()}
-            shared = topology.world_comm.allgather(now["2.weight"])
-            now["2.weight"] = torch.stack(shared).mean(0)
-        else:
-            model[2].load_state_dict({name: first[f"2.{name}"] for name in ("weight", "bias")})
-            now = {name: first[name] for name in ("2.weight", "2.bias")}
+        write(model, first)
+        written = {name: p.detach().clone() for name, p in model.named_parameters()}
+        everyones = topology.world_comm.allgather(written)
+        now = {
+            name: torch.stack([one[name] for one in everyones]).mean(0)
+            for name in ("2.weight", "2.bias", *(first if write in WHOLE else ()))
+        }
         inner.param_groups[0]["lr"] = 0.0
         for number in range(9, 20):
             step(optimizer, model, rank_info, number)

@@ -24,6 +24,7 @@ __all__ = ["LATE_SECONDS", "StepWatchdog", "neighbours"]
 
 LATE_SECONDS = 2.0  # of waiting before anybody rings or listens
 MEETING, GIVEN_UP = 1, 2  # tags
+NUMBERS = 5  # of each note
 
 
 def neighbours(rank: int, ranks: int) -> list[int]:
@@ -43,14 +44,15 @@ class StepWatchdog:
     """
 
     def __init__(self, world: "MPI.Comm") -> None:
-        self._notes = ControlChannel(world.Dup)
+        self._notes = ControlChannel(world.Dup, NUMBERS)
         self._neighbours = neighbours(self._notes.rank, world.Get_size())
         self.steps = 0  # that this rank has taken or is in the middle of
+        self.rounds = 0  # averages of gradients that it has begun; counted alike on all ranks
         self.at_meeting = False
         # Ranks whose rings may mean that this one waits in vain: in a backward that averages in its
         # node, those of its node. None: all.
         self.heeds: frozenset[int] | None = None
-        self._kept: list[tuple[int, Sequence[int]]] = []  # rings of others, meanwhile
+        self._kept: list[tuple[int, Sequence[int]]] = []  # rings of others that mean nothing yet
         self._meetings = 0  # that are over: the same on all ranks that are not out of step
         self._rung = False  # at this meeting
         self._verdict: str | None = None
@@ -75,7 +77,7 @@ class StepWatchdog:
             if self._verdict is None:
                 if self.at_meeting and not self._rung:
                     self._rung = True
-                    self._tell(MEETING, self.steps, self._meetings)
+                    self._tell(MEETING, self.steps, self._meetings, self.rounds)
                 self._listen()
             if self._verdict is not None:
                 raise ExchangeError(self._verdict)
@@ -98,11 +100,18 @@ class StepWatchdog:
             # A rank that came after fewer steps than this one is in will never join it; two that
             # came after different numbers may each be stuck behind an exchange of theirs.
             elif numbers[0] < self.steps or (self.at_meeting and numbers[0] > self.steps):
-                pair = [source, numbers[0], self._notes.rank, self.steps]
-                self._verdict = _text(*pair)
-                self._tell(GIVEN_UP, *pair)
+                self._give_up(source, numbers[0], self._notes.rank, self.steps, 0)
+            # Neither will one that waits there join an average that it has not begun.
+            elif not self.at_meeting and numbers[0] == self.steps and numbers[2] < self.rounds:
+                self._give_up(source, numbers[2], self._notes.rank, self.rounds, self.steps)
+            else:  # this rank may come to wait in vain later
+                self._kept.append((source, numbers))
             if self._verdict is not None:
                 return
+
+    def _give_up(self, *numbers: int) -> None:
+        self._verdict = _text(*numbers)
+        self._tell(GIVEN_UP, *numbers)
 
     def revoke(self) -> None:
         """End all notes, for good, where a rank is lost. Does not block."""
@@ -113,8 +122,16 @@ class StepWatchdog:
         self._notes.free()
 
 
-def _text(rank: int, steps: int, other: int, others_steps: int) -> str:
+def _text(rank: int, count: int, other: int, others_count: int, steps: int) -> str:
+    """Return the verdict on two ranks: numbers of steps, or of averages in so many steps."""
+    if not steps:
+        return (
+            f"every rank must take the same number of steps, but rank {rank} took {count} and rank "
+            f"{other} took {others_count}; give every rank the same number of batches, and call "
+            f"synchronize() on every rank"
+        )
     return (
-        f"every rank must take the same number of steps, but rank {rank} took {steps} and rank "
-        f"{other} took {others_steps}; give every rank the same number of batches"
+        f"every rank must average gradients equally often, but at step {steps} rank {rank} had "
+        f"averaged {count} times and rank {other} {others_count} times; call backward() equally "
+        f"often on every rank, or under no_sync()"
     )

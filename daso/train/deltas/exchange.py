@@ -221,9 +221,10 @@ class Exchanges:
         if self.rank_info.lane is not None and since < batch:
             seconds = (exposed - before + lost) / (batch - since)
             header = replace(header, minus_exposed_seconds=-seconds)
-        agreed, _ = self.coordinator.wait(
-            self.channels.engine.submit(self.channels.allreduce_header(header)), of_step=False
-        )
+        with self.channels.watchdog.meeting(batch):
+            agreed, _ = self.coordinator.wait(
+                self.channels.engine.submit(self.channels.allreduce_header(header)), of_step=False
+            )
         _check_aligned(agreed)
         local.marked = batch, exposed
         measurements = Measurements(

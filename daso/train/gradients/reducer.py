@@ -99,6 +99,7 @@ class BackwardCallbacks:
             it has come.
         made: Called when the gradient of a parameter, or of all (None), is what a step will have
             if the program leaves it alone.
+        joins: Called where a step begins a round in which this rank made no gradients.
     """
 
     begin: Callable[[], None]
@@ -106,6 +107,7 @@ class BackwardCallbacks:
     outdated: Callable[[], bool]
     absorbs: Callable[[Exception], bool]
     made: Callable[[int | None], None] = lambda _: None
+    joins: Callable[[], None] = lambda: None
 
 
 class GradientHook:
@@ -342,6 +344,8 @@ class GradientReducer:
         if self.reduce_plan.alone:
             self.fresh = True
             return
+        if not self._round.ready:
+            self._callbacks.joins()
         begun = bool(self._round.ready) and bool(self.rows)
         if not self.rows:
             self._make_rows(list(self._round.ready))
