@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-__all__ = ["Header", "Tally", "culprit", "decode_culprit"]
+__all__ = ["Header", "Tally", "culprit", "decode_culprit", "decode_slow_rank", "slow_rank"]
 
 CULPRITS = 2**53  # float64 holds whole numbers exactly up to here
 
@@ -34,6 +34,7 @@ class Header:
     small_own_seconds: float = 0.0  # the rank's that lost most
     minus_small_exposed_seconds: float = -math.inf  # the rank's that waited least
     clipping: float = 0.0  # largest factor by which clipping shortened steps; 0: not seen
+    slowest: float = 0.0  # 0, or `slow_rank(...)` of the rank whose steps take longest
     written: float = 0.0  # 1 where the program wrote other parameters between steps
 
     def encode(self) -> list[float]:
@@ -145,3 +146,14 @@ def culprit(element: int, rank: int, size: int) -> float:
 def decode_culprit(code: float, size: int) -> tuple[int, int]:
     """Return (element, world rank) of a number made by `culprit`."""
     return divmod(CULPRITS - int(code), size)
+
+
+def slow_rank(seconds: float, rank: int, size: int) -> float:
+    """Pack the seconds of a step, without waits for other nodes, and the world rank."""
+    return float(min(round(seconds * 1e6), CULPRITS // size - 1) * size + rank)
+
+
+def decode_slow_rank(code: float, size: int) -> tuple[float, int]:
+    """Return (seconds, world rank) of a number made by `slow_rank`."""
+    microseconds, rank = divmod(int(code), size)
+    return microseconds * 1e-6, rank

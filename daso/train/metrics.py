@@ -10,7 +10,7 @@ from daso import trace
 from daso.comm.step_timer import StepTimer
 from daso.plan.schedule import State
 
-__all__ = ["History", "Metrics", "Report"]
+__all__ = ["History", "Metrics", "Report", "Slowest"]
 
 # What a checkpoint keeps: votes on too many drops, and totals.
 KEPT = (
@@ -68,6 +68,7 @@ class Report(TypedDict):
     dropped: int
     global_bytes_sent: int
     exposed_seconds: float
+    slowest: dict[str, Any] | None
     events: list[dict[str, Any]]
 
 
@@ -101,6 +102,16 @@ class History:
         return cls(skip, small)  # type: ignore[arg-type]  # of as many numbers as `state` had
 
 
+@dataclass(frozen=True, slots=True)
+class Slowest:
+    """The rank whose steps take longest, waits for other nodes apart: its node holds up others."""
+
+    host: str
+    rank: int
+    step_seconds: float
+    fastest_seconds: float  # of a step of the fastest rank
+
+
 @dataclass(slots=True)
 class Metrics:
     """What happened since the start, on this rank."""
@@ -119,6 +130,7 @@ class Metrics:
     exchange_seconds: float = 0.0  # the last exchange, from when what crosses was there to its end
     stepped_at: float = field(default_factory=time.perf_counter)  # by the host
     scales_apart: bool = False  # nodes stepped with GradScalers of their own
+    slowest: Slowest | None = None  # when nodes met last
     # The last exchanges, drops and joins; bounded, so that a long run does not grow.
     events: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=10_000))
 

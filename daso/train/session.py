@@ -542,6 +542,7 @@ class Session:
             return
         self._sync.coordinator.check_same_batch(self.schedule.batch)
         self._perform(*drain(self.schedule))
+        self._sync.look_for_slowest(self.schedule)
         self._sync.equalize(self.schedule)
         self._sync.coordinator.average_others()
         self._sync.mark_writes()
@@ -653,6 +654,7 @@ class Session:
             "dropped": metrics.dropped,
             "global_bytes_sent": metrics.global_bytes_sent,
             "exposed_seconds": exposed_seconds,
+            "slowest": metrics.slowest and asdict(metrics.slowest),
             "events": list(metrics.events),
         }
         return cast(Report, report)

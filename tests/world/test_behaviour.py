@@ -892,3 +892,22 @@ def test_a_backward_more_on_one_rank_is_named(topology, rank_info, policy):
             train(topology, model, optimizer, 3, first=3)
             optimizer.synchronize()
     optimizer.close()
+
+
+@pytest.mark.parametrize("policy", [daso.Fixed(1, 0), daso.Fixed(2, 1), daso.Auto()])
+def test_a_slow_node_is_named_on_every_rank(topology, rank_info, policy):
+    model, slow = small(), rank_info.nodes - 1
+    with wrap(topology, model, policy=policy) as optimizer:
+        assert optimizer.report()["slowest"] is None
+        for step in range(8):
+            time.sleep(0.05 * (rank_info.node == slow))
+            train(topology, model, optimizer, 1, first=step)
+        optimizer.synchronize()
+        slowest = optimizer.report()["slowest"]
+    if rank_info.nodes == 1:
+        assert slowest is None
+    else:
+        assert topology.equal_on_all_ranks(str(slowest))
+        assert slowest["host"]
+        assert topology.world_comm.allgather(rank_info.node)[slowest["rank"]] == slow
+        assert slowest["step_seconds"] > 0.04 > slowest["fastest_seconds"]

@@ -24,7 +24,14 @@ from daso.kernels.choice import describe_kernels
 from daso.plan.allreduce_plan import restored, stored
 from daso.plan.cost_model import LinkCosts
 from daso.plan.exchange import ExchangeRules, ExchangeState, Sent
-from daso.plan.header import Header, Tally, culprit, decode_culprit
+from daso.plan.header import (
+    Header,
+    Tally,
+    culprit,
+    decode_culprit,
+    decode_slow_rank,
+    slow_rank,
+)
 from daso.plan.merge import Merge
 from daso.plan.routes import has_changed
 from daso.plan.schedule import Measurements
@@ -37,6 +44,7 @@ from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.rows import make_rows
 from daso.train.inner.clipping import GradientScaleMeter
 from daso.train.inner.step_restoration import Restorations, make_restorations
+from daso.train.metrics import Slowest
 from daso.train.model.writes import ParameterWrites
 from daso.train.state_sync import zero_nonfinite
 
@@ -227,6 +235,7 @@ class Exchanges:
             )
         _check_aligned(agreed)
         local.marked = batch, exposed
+        self._note_slowest(agreed)
         measurements = Measurements(
             agreed.step_seconds, lr=agreed.lr, exposed_seconds=agreed.exposed_seconds
         )
@@ -314,7 +323,9 @@ class Exchanges:
         if self.gradient_scale is not None:
             header = replace(header, clipping=self.gradient_scale.take())
         if seconds := self.metrics.watch.take_steps():
-            header = replace(header, minus_step_seconds=-statistics.median(seconds))
+            median = statistics.median(seconds)
+            slowest = slow_rank(median, self.rank_info.rank, self.rank_info.world_size)
+            header = replace(header, minus_step_seconds=-median, slowest=slowest)
         if self.metrics.exchange_seconds and self.rank_info.lane is not None:
             header = replace(header, minus_exchange_seconds=-self.metrics.exchange_seconds)
         return header
@@ -502,9 +513,16 @@ class Exchanges:
         )
         self._state, measurements = self.rules.learn(before, flight.sent, agreed)
         self._local.measured = outcome.measured
+        self._note_slowest(header)
         if self.wire != before.wire:
             self.metrics.event("wire", sent=flight.sent.batch, wire=self.wire)
         return measurements
+
+    def _note_slowest(self, header: Header) -> None:
+        if header.slowest:
+            size, hosts = self.rank_info.world_size, self.coordinator.topology.liveness.hosts
+            seconds, rank = decode_slow_rank(header.slowest, size)
+            self.metrics.slowest = Slowest(hosts[rank], rank, seconds, header.step_seconds)
 
     @property
     def wire(self) -> str:
