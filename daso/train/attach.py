@@ -7,6 +7,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from daso.checks import validate_call
+from daso.comm.health.survivors import losses_named
 from daso.comm.topology import Topology, errors_on_all_ranks
 from daso.errors import ConfigError
 from daso.plan.merge import MergeName
@@ -23,6 +24,7 @@ __all__ = ["Attached", "attach", "unhook"]
 
 
 @validate_call
+@losses_named("wrap an optimizer")
 def attach(  # noqa: PLR0913 - the keywords of DASO
     inner: torch.optim.Optimizer,
     *,

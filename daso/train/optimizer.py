@@ -15,6 +15,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from daso.checks import Rule, check, validate_call
+from daso.comm.health.survivors import losses_named
 from daso.comm.topology import Topology, errors_on_all_ranks
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
@@ -87,6 +88,7 @@ class DASO(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     @validate_call
+    @losses_named("wrap an optimizer")
     def __init__(  # noqa: PLR0913 - a ninth keyword would be a missing record
         self,
         inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

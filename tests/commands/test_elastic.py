@@ -362,3 +362,30 @@ def test_another_library_says_so_and_ends_all(tmp_path) -> None:
     )
     assert refused.returncode == 2
     assert "mpirun must be that of Open MPI 5 or later, but" in refused.stderr
+
+
+LOST_EARLY = """
+import os, signal
+
+import torch
+
+import daso
+
+world = daso.init()
+model = torch.nn.Linear(4, 2)
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+daso.DASO(
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    module=model,
+    exchange=daso.Exchange(elastic=True),
+)
+"""
+
+
+def test_a_rank_lost_before_the_first_step_ends_the_job_by_name(python, tmp_path) -> None:
+    program = tmp_path / "early.py"
+    program.write_text(LOST_EARLY)
+    run = elastic_run(python, (1, 1, 1), program)
+    assert run.returncode != 0
+    assert "a rank was lost while ranks were about to wrap an optimizer" in run.stderr

@@ -11,7 +11,8 @@ behind what all do together, saying 1, or in `regroup`, saying 0, and in none af
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +22,7 @@ from daso.comm.health.spares import Member, Reserve, members_of_next_world
 from daso.comm.mpi import library, load
 from daso.comm.topology import RankInfo, Topology
 from daso.environment import survives_lost_ranks
-from daso.errors import ExchangeError
+from daso.errors import DasoError, ExchangeError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "is_loss",
     "leave",
+    "losses_named",
     "lost",
     "problem",
     "raise_where_lost",
@@ -65,6 +67,22 @@ def is_loss(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+@contextmanager
+def losses_named(what: str) -> Iterator[None]:
+    """Say what ranks did together where a lost rank cannot be survived yet."""
+    try:
+        yield
+    except DasoError:
+        raise
+    except Exception as error:
+        if not survives_lost_ranks() or not is_loss(error):
+            raise
+        raise ExchangeError(
+            f"a job goes on without a lost rank from its first step on, but a rank was lost while "
+            f"ranks were about to {what}; start the job again"
+        ) from error
 
 
 def lost(comm: "MPI.Comm") -> bool:
