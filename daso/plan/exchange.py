@@ -80,9 +80,10 @@ class ExchangeRules:
         merge = "delta" if settings.sparse and settings.merge == "auto" else settings.merge
         return keeps_local(merge, wait=wait, drift=state.drift, outer=settings.outer)
 
-    def merge(self, *, waited: int, keeps: bool) -> Merge:
-        """Return how a mean is merged that is some batches old."""
-        return merge_rule(self.settings.merge, waited=waited, nodes=self.nodes, keeps=keeps)
+    def merge(self, *, waited: int, keeps: bool, settles: bool = False) -> Merge:
+        """Return how a mean is merged that is some batches old; see `merge_rule`."""
+        merge = self.settings.merge
+        return merge_rule(merge, waited=waited, nodes=self.nodes, keeps=keeps, settles=settles)
 
     def statistics(
         self, state: ExchangeState, tally: Tally, clipping: float = 0.0

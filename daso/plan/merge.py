@@ -29,6 +29,7 @@ from daso.errors import ConfigError
 __all__ = [
     "ADOPT",
     "KEEP",
+    "LEAVE",
     "MERGES",
     "Merge",
     "MergeName",
@@ -53,6 +54,7 @@ class Merge:
 
 ADOPT = Merge(pull=1.0)
 KEEP = Merge(pull=1.0, since_send=True)
+LEAVE = Merge(pull=0.0)
 
 
 def check_merge(merge: str | float) -> None:
@@ -76,13 +78,25 @@ def keeps_local(merge: str | float, *, wait: int, drift: float = 0.0, outer: boo
     return merge in ("delta", "eager")
 
 
-def merge_rule(merge: str | float, *, waited: int, nodes: int, keeps: bool) -> Merge:
-    """Return the merge to carry out."""
+def merge_rule(
+    merge: str | float, *, waited: int, nodes: int, keeps: bool, settles: bool = False
+) -> Merge:
+    """Return the merge to carry out.
+
+    Args:
+        merge: The keyword.
+        waited: Batches since the exchange was sent.
+        nodes: Number of nodes.
+        keeps: Whether local work since then is kept whole, as `keeps_local` said.
+        settles: All nodes agree right after it: an old mean would only take work back.
+    """
     check_merge(merge)
     if waited == 0:
         return ADOPT
     if keeps:
         return KEEP
+    if settles:
+        return LEAVE
     if merge in ("auto", "daso"):
         return Merge(pull=nodes / (2 * waited + nodes))
     return Merge(pull=1.0 - float(merge))

@@ -56,6 +56,7 @@ class Action(Enum):
     SEND_ALL = "send_all"  # start an exchange of all that is not agreed yet
     SEND_SMALL = "send_small"  # start an exchange of small tensors alone
     RECEIVE = "receive"  # finish the exchange in flight and merge it
+    SETTLE = "settle"  # the same before SEND_ALL, which carries all that nodes did since
     JOIN = "join"  # nodes go in step from here: average the inner optimizer's state
     MEASURE = "measure"  # agree on how long synchronous steps stand still for others
 
@@ -276,6 +277,7 @@ def drain(state: State) -> tuple[tuple[Action, ...], State]:
     acts: tuple[Action, ...] = () if state.sent is None else (Action.RECEIVE,)
     # Work done after the last send is in no exchange yet; a late merge leaves it on its node.
     if state.agreed != state.batch:
+        acts = tuple(Action.SETTLE for _ in acts)
         acts = (*acts, Action.SEND_ALL, Action.RECEIVE)
         state = replace(state, last=state.batch)
     return acts, replace(state, sent=None, agreed=state.batch)

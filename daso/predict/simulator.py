@@ -341,7 +341,7 @@ def _act(nodes: _Nodes, act: Action, state: State) -> Measurements | None:
         nodes.send(state.batch, None, wait=0)
     elif act is Action.SEND_SMALL:
         nodes.send_small()
-    elif act is Action.RECEIVE:
+    elif act in (Action.RECEIVE, Action.SETTLE):
         return nodes.receive()
     elif act is Action.MEASURE:
         return nodes.measure()

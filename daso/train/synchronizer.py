@@ -510,8 +510,8 @@ class Synchronizer:
             return None
         elif act is Action.ANCHOR:
             exchanges.anchor(state.agreed)  # not a rank's own count, where ranks were lost
-        elif act is Action.RECEIVE:
-            return exchanges.receive(state.batch)
+        elif act in (Action.RECEIVE, Action.SETTLE):
+            return exchanges.receive(state.batch, settles=act is Action.SETTLE)
         elif act is Action.MEASURE:
             return exchanges.measure(state.batch)
         else:

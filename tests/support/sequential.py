@@ -68,6 +68,7 @@ class Sequential:
         self.snapshot: list[list[torch.Tensor]] = []
         self.sent = 0
         self.sending: Sequence[int] = ()
+        self.settles = False  # all nodes agree right after this
         self.keeps = False  # the merge of what is on its way keeps local work
 
     def small_of(self, policy: Policy, merge, outer, fragments: int) -> list[int]:
@@ -204,6 +205,12 @@ class Sequential:
         self.ahead[node][index] = there.detach()
         self.params(node)[index].data.copy_(there.detach())
 
+    def settle(self, batch: int) -> None:
+        """An exchange of all that was done since follows: an old mean would take work back."""
+        self.settles = True
+        self.receive(batch)
+        self.settles = False
+
     def receive(self, batch: int) -> None:
         if len(self.models) == 1:
             return
@@ -256,7 +263,7 @@ class Sequential:
         for node in range(len(self.models)):
             p = self.params(node)[index]
             if self.keeps:
-                self.settle(index, node, wide(p), waited)
+                self.let_go(index, node, wide(p), waited)
             p.data.copy_(self.merged(wide(p), index, node, waited))
         return carried, carried_by
 
@@ -286,7 +293,7 @@ class Sequential:
             self.step[node][index] = -(carried + self.reference[index]) + kept
         self.residual[node][index] = torch.zeros_like(mean)
 
-    def settle(self, index: int, node: int, x: torch.Tensor, waited: int) -> None:
+    def let_go(self, index: int, node: int, x: torch.Tensor, waited: int) -> None:
         """What stayed in the parameters leaves them where nodes agree at once."""
         if self.outer is not None:
             self.step[node][index] = self.step[node][index] + self.reference[index]
@@ -301,6 +308,8 @@ class Sequential:
             return x + self.step[node][index]
         if self.merge in ("delta", "eager", "auto"):
             return x + (g - self.ahead[node][index])
+        if self.settles:
+            return x
         if self.merge != "daso":
             return x + (g - x) * (1.0 - self.merge) if self.merge else g
         nodes = len(self.models)

@@ -1374,3 +1374,21 @@ def test_a_resume_in_the_midst_is_no_load(topology, rank_info, first, said):
                 model.load_state_dict(saved[0])
         assert equal(*ends)
     assert not on_rank_0(topology, said("wrote parameters between steps"))
+
+
+# --- ends in the midst of an exchange --------------------------------------------------------------
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("merge", ["daso", 0.5, "delta", "auto"])
+def test_an_end_takes_no_work_back(topology, rank_info, merge):
+    """Parameters become the mean of what nodes hold, whatever is still on its way."""
+    model = network()
+    with wrap(topology, model, policy=daso.Fixed(4, 3), merge=merge, wire="fp32") as optimizer:
+        for number in range(6):  # sent after 4
+            step(optimizer, model, rank_info, number)
+        flat = torch.nn.utils.parameters_to_vector
+        held = topology.world_comm.allgather(flat(model.parameters()).detach())
+        optimizer.synchronize()
+        now = flat(model.parameters()).detach()
+    torch.testing.assert_close(now, torch.stack(held).mean(0), rtol=0, atol=1e-6)

@@ -374,16 +374,20 @@ class Exchanges:
             before += row.sharding.whole.numel
         return code
 
-    def receive(self, batch: int) -> Measurements | None:
+    def receive(self, batch: int, *, settles: bool = False) -> Measurements | None:
         """Finish the exchange in flight, merge it, and return what was agreed on with it.
+
+        Args:
+            batch: Batches done.
+            settles: Another exchange, of all that was done since, follows.
 
         Collective over the world; blocking.
         """
         flight = self._flight
         if flight is not None and flight.small:
-            self._receive_small(flight, batch)
+            self._receive_small(flight, batch, settles=settles)
             return None
-        measurements = self._receive(batch)
+        measurements = self._receive(batch, settles=settles)
         # A blocking exchange promises that all nodes agree: repeat it when it was dropped.
         blocking = flight is not None and flight.sent.batch == batch
         while measurements is None and blocking and flight is not None and not self.restart_due:
@@ -391,7 +395,7 @@ class Exchanges:
             measurements = self._receive(batch)
         return measurements
 
-    def _receive_small(self, flight: InFlight, batch: int) -> None:
+    def _receive_small(self, flight: InFlight, batch: int, *, settles: bool) -> None:
         """Finish an exchange of small tensors, and merge it."""
         self._flight, begun = None, time.perf_counter()
         outcome = self.coordinator.wait(flight.handle)
@@ -401,7 +405,9 @@ class Exchanges:
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
             return
-        _, merging_seconds = self._merge(flight, self._small_rows, batch, outcome.nbytes)
+        _, merging_seconds = self._merge(
+            flight, self._small_rows, batch, outcome.nbytes, settles=settles
+        )
         own_seconds = flight.own_seconds + merging_seconds
         own_seconds += self._core_loss.of(outcome.busy_seconds)
         self._core_loss.resume()
@@ -410,7 +416,13 @@ class Exchanges:
         self.metrics.small_exchanges += 1
 
     def _merge(
-        self, flight: InFlight, rows: Sequence[DeltaBuffer], batch: int, nbytes: int
+        self,
+        flight: InFlight,
+        rows: Sequence[DeltaBuffer],
+        batch: int,
+        nbytes: int,
+        *,
+        settles: bool,
     ) -> tuple[Merge, float]:
         """Merge what an exchange brought; return how, and the seconds of this thread.
 
@@ -418,7 +430,8 @@ class Exchanges:
         """
         begun, waited = time.perf_counter(), self._node.waited_seconds
         self.note_writes()
-        rule = self.rules.merge(waited=batch - flight.sent.batch, keeps=flight.sent.keeps)
+        sent = flight.sent
+        rule = self.rules.merge(waited=batch - sent.batch, keeps=sent.keeps, settles=settles)
         applies = not self._local.written  # else the mean is of parameters that were discarded
         for row in rows:
             row.merge(rule, applies=applies)
@@ -431,7 +444,7 @@ class Exchanges:
         if flight is not None:
             self.metrics.global_bytes_sent += self.coordinator.wait(flight.handle).nbytes
 
-    def _receive(self, batch: int) -> Measurements | None:
+    def _receive(self, batch: int, *, settles: bool = False) -> Measurements | None:
         """Finish the exchange in flight; return what was agreed on if it was merged."""
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
@@ -451,7 +464,7 @@ class Exchanges:
         self.metrics.exchange_seconds = seconds
         measurements = self._learn(flight, outcome)
         rows = self._rows_of(flight.sent.fragment)
-        rule, merging_seconds = self._merge(flight, rows, batch, outcome.nbytes)
+        rule, merging_seconds = self._merge(flight, rows, batch, outcome.nbytes, settles=settles)
         own_seconds = flight.own_seconds + merging_seconds
         self._local.own_seconds = own_seconds + self._core_loss.end(outcome.busy_seconds)
         self.metrics.good()
@@ -550,6 +563,7 @@ class Exchanges:
         if not all(self.coordinator.topology.node_comm.allgather(outcome.sound)):
             for row in self._rows_of(None):
                 row.restore()
+            self._local.written = False  # what was written is gone
             zero_nonfinite(self.coordinator.trained.inner, self.coordinator.trained.named)
         elif flight.ahead:
             for row in self._rows_of(flight.sent.fragment):

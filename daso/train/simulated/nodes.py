@@ -323,8 +323,8 @@ class SimulatedNodes:
             self._send(state.batch, None, wait=0)
         elif act is Action.SEND_SMALL:
             self._send_small(state.batch)
-        elif act is Action.RECEIVE:
-            return self._receive(state.batch)
+        elif act in (Action.RECEIVE, Action.SETTLE):
+            return self._receive(state.batch, settles=act is Action.SETTLE)
         elif act is Action.MEASURE:
             return self._measure()
         elif act is Action.JOIN:
@@ -395,11 +395,11 @@ class SimulatedNodes:
         self._flight = InFlight(Sent(batch, 0, 0, keeps, wire), Measurements(), small=True)
         self._told = replace(self._told, small_sent=True)
 
-    def _receive(self, batch: int) -> Measurements | None:
+    def _receive(self, batch: int, *, settles: bool) -> Measurements | None:
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
         sent = flight.sent
-        rule = self.rules.merge(waited=batch - sent.batch, keeps=sent.keeps)
+        rule = self.rules.merge(waited=batch - sent.batch, keeps=sent.keeps, settles=settles)
         rows = self._small_rows if flight.small else self._rows_of(sent.fragment)
         measurements = None
         if not flight.small:

@@ -26,6 +26,7 @@ from daso.plan.step_restoration import required_gain
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
 SEND, SEND_ALL, RECEIVE, MEASURE = Action.SEND, Action.SEND_ALL, Action.RECEIVE, Action.MEASURE
+SETTLE = Action.SETTLE
 SEND_SMALL = Action.SEND_SMALL
 # By the last act after measurements: whether all were in step before, and are afterwards.
 TURNS = {
@@ -58,7 +59,8 @@ def walk(skip, wait, batches):
         assert sends == batch // skip
         acts, ended = drain(state)
         late = batch % skip != 0  # work that is in no exchange yet
-        assert acts == (RECEIVE,) * (flight is not None) + (SEND_ALL, RECEIVE) * late
+        receives = (SETTLE if late else RECEIVE,) * (flight is not None)
+        assert acts == receives + (SEND_ALL, RECEIVE) * late
         assert ended.sent is None
         assert ended.agreed == batch
     return batches
@@ -90,7 +92,7 @@ def walk_fragments(skip, wait, fragments, batches):
         assert sends == batch // skip
         acts, ended = drain(state)
         # No send of one fragment makes all agree.
-        assert acts == (RECEIVE,) * (flight is not None) + (SEND_ALL, RECEIVE)
+        assert acts == (SETTLE,) * (flight is not None) + (SEND_ALL, RECEIVE)
         assert (ended.sent, ended.agreed, ended.last) == (None, batch, batch)
         assert ended.sends == sends  # the turn goes on where it was
     return batches
@@ -178,14 +180,14 @@ class Training:
     def _perform(self, acts, state):
         small = self.small
         self._carry_out(acts, state)
-        if acts.count(RECEIVE) > small or MEASURE in acts:
+        if sum(act in (RECEIVE, SETTLE) for act in acts) > small or MEASURE in acts:
             self._learn()
 
     def _carry_out(self, acts, state):
         self.state = state
         self.log.append((state.batch, acts))
         for act in acts:
-            if act is RECEIVE:
+            if act in (RECEIVE, SETTLE):
                 assert self.flight is not None, "received once"
                 self.flight, self.small = None, False
             if act in (SEND, SEND_ALL, SEND_SMALL):

@@ -35,7 +35,7 @@ def test_decoding_undoes_encoding(header):
 
 def test_the_numbers_have_a_fixed_order_and_are_floats():
     # All ranks reduce the same numbers in the same places.
-    header = Header(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+    header = Header(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
     assert [field.name for field in fields(Header)] == [
         "nonfinite",
         "layout",
@@ -51,9 +51,10 @@ def test_the_numbers_have_a_fixed_order_and_are_floats():
         "small_own_seconds",
         "minus_small_exposed_seconds",
         "clipping",
-        "loaded",
+        "slowest",
+        "written",
     ]
-    assert header.encode() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    assert header.encode() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
     assert {type(number) for number in header.encode()} == {float}
 
 
@@ -161,7 +162,15 @@ def test_a_rank_with_nothing_to_say_changes_no_number_of_the_others(header):
     # These are said by every rank, and compared: there is no silence about them.
     silent = {"layout": -math.inf, "minus_layout": -math.inf, "minus_lr": -math.inf}
     silent |= {"batch": -math.inf, "minus_batch": -math.inf}
-    least_0 = ("nonfinite", "lr", "own_seconds", "small_own_seconds", "clipping", "loaded")
+    least_0 = (
+        "nonfinite",
+        "lr",
+        "own_seconds",
+        "small_own_seconds",
+        "clipping",
+        "slowest",
+        "written",
+    )
     positive = {name: abs(getattr(header, name)) for name in least_0}
     loud = replace(header, **positive)
     assert reduced([loud, Header(**silent)]) == loud

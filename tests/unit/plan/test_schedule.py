@@ -13,6 +13,7 @@ from daso.plan.schedule import Action, Progress, State, after_batch, after_epoch
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
 ANCHOR, SEND, RECEIVE, JOIN = Action.ANCHOR, Action.SEND, Action.RECEIVE, Action.JOIN
+SETTLE = Action.SETTLE
 SEND_ALL = Action.SEND_ALL
 PAIRS = [(skip, wait) for skip in range(1, 9) for wait in range(skip + 1)]
 SKIPPING = [pair for pair in PAIRS if pair != (1, 0)]
@@ -43,7 +44,7 @@ def exchanges(events):
 
     Anything but send, receive, send, receive, ... is two in flight or a receipt of nothing.
     """
-    sends = {SEND: SEND, SEND_ALL: SEND, RECEIVE: RECEIVE}
+    sends = {SEND: SEND, SEND_ALL: SEND, RECEIVE: RECEIVE, SETTLE: RECEIVE}
     traffic = [(batch, sends[act]) for batch, act in events if act in sends]
     assert [act for _, act in traffic] == [SEND, RECEIVE] * (len(traffic) // 2) + [SEND] * (
         len(traffic) % 2
@@ -131,7 +132,7 @@ def test_a_blocking_exchange_is_sent_and_received_after_the_same_batch():
 def test_a_drain_receives_what_is_in_flight_and_then_exchanges_the_work_since():
     _, state = play(Fixed(skip=4, wait=2), [5])
     acts, _ = drain(state)
-    assert acts == (RECEIVE, SEND_ALL, RECEIVE)
+    assert acts == (SETTLE, SEND_ALL, RECEIVE)
 
 
 def test_a_drain_right_after_a_send_only_receives_it():
@@ -306,6 +307,7 @@ def test_a_drain_at_any_moment_leaves_nothing_in_flight_and_all_agreed(script, e
         assert drained == replace(after, sent=None, agreed=after.batch, last=last)
         assert (RECEIVE in acts) == (after.sent is not None or late)
         assert (SEND_ALL in acts) == late
+        assert (SETTLE in acts) == (late and after.sent is not None)
         assert drain(drained) == ((), drained)
 
 
