@@ -31,7 +31,7 @@ from daso.server.shard import MakeOptimizer, ParameterShard
 from daso.train.model.one_copy import is_saving_one_copy
 from daso.train.model.params import Named, Trained, check_same_layout, start_equal
 from daso.train.model.shards import refusal
-from daso.train.model.shared import common_tensors
+from daso.train.others import OtherTensors, Ranks
 from daso.train.setup import FACTORY, MODULE, stall_limit
 from daso.train.state_sync import average_tensors
 
@@ -91,6 +91,7 @@ class ParameterServer(torch.optim.Optimizer):
             others before it raises and names who is missing. ``nonfinite``: gradients of a layer
             that are not finite are left out, and raise in the third step in a row; or at once. On
             a GPU, which no hook waits for, they raise in the first step that knows of it.
+            ``keep_local``: names of buffers and frozen parameters that stay each rank's own.
 
     Raises:
         ConfigError: A keyword has no such value.
@@ -150,7 +151,17 @@ class ParameterServer(torch.optim.Optimizer):
         self._serving = ServerThread(self._topology, shares, plan, rows, _copies(named))
         self._client = ServerHooks(model, names, shares, plan, self._serving, lambda: groups)
         self._closed = False
-        self._told: set[str] = set()  # names of buffers that are left alone
+        trained = Trained(None, model, named)  # type: ignore[arg-type]  # the rows have one
+        self._others = OtherTensors(
+            trained,
+            frozenset,
+            Ranks(
+                partial(gather_unlike, self._topology, timeout_seconds=limit),
+                self._average,
+                plan.exchange.keeps_own,
+                says=rank_info.rank == 0,
+            ),
+        )
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         _open.add(self._serving)
@@ -170,7 +181,8 @@ class ParameterServer(torch.optim.Optimizer):
         problem = refusal([*named, *trained.others()], "for daso.ParameterServer", "use daso.DASO")
         self._topology.raise_on_all_ranks(problem, LayoutError)
         check_same_layout(trained, self._topology)
-        start_equal(trained, self._topology, self._plan.exchange.timeout_seconds, self._topology)
+        exchange, where = self._plan.exchange, self._topology
+        start_equal(trained, where, exchange.timeout_seconds, where, exchange.keeps_own)
 
     # --- as an optimizer ---------------------------------------------------------------------
 
@@ -244,29 +256,19 @@ class ParameterServer(torch.optim.Optimizer):
         """Take in all gradients; make parameters and buffers bit-identical on all ranks.
 
         Call it before evaluating, saving, and at the end; ranks may have taken different numbers of
-        steps, unless staleness is 0. The model's floating buffers (BatchNorm statistics) become the
-        means of all ranks.
+        steps, unless staleness is 0. The model's floating buffers (BatchNorm statistics), and
+        frozen parameters that ranks changed differently, become the means of all ranks.
 
         Collective over the world; blocking.
         """
         self._client.meet()
-        serving = self._serving
-        average_tensors(
-            self._common_buffers(),
-            self._topology,
-            serving.engine.run,
-            self._plan.exchange.chunk_bytes,
-        )
+        self._others.equalize()
         self._client.checks.settle()  # who raises has met the others
 
-    def _common_buffers(self) -> list[torch.Tensor]:
-        """Return the buffers that all ranks share. Collective over the world; blocking."""
-
-        def unlike(mine: dict[str, str]) -> list[dict[str, str]]:
-            return gather_unlike(self._topology, mine, self._plan.exchange.timeout_seconds)
-
-        says = self._topology.rank == 0
-        return common_tensors(self._model.named_buffers(), unlike, self._told, says=says)
+    def _average(self, tensors: list[torch.Tensor]) -> None:
+        """Set tensors to their means over all ranks. Collective over the world; blocking."""
+        chunk_bytes = self._plan.exchange.chunk_bytes
+        average_tensors(tensors, self._topology, self._serving.engine.run, chunk_bytes)
 
     def report(self) -> dict[str, Any]:
         """Return what was chosen and what happened so far, on this rank.

@@ -98,7 +98,7 @@ class Plan:
         check("scale_by_staleness", self.scale_by_staleness, flag())
         check("exchange", self.exchange, instance_of(Exchange))
         usual = Exchange()
-        names = ("chunk_bytes", "timeout_seconds", "nonfinite")
+        names = ("chunk_bytes", "timeout_seconds", "nonfinite", "keep_local")
         if self.exchange != replace(
             usual, **{name: getattr(self.exchange, name) for name in names}
         ):

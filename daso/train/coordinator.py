@@ -17,16 +17,14 @@ from daso.plan.step_restoration import rate_of
 from daso.train.channels import Channels
 from daso.train.metrics import Metrics
 from daso.train.misuse import checksum, first_nonfinite, gradient_checksum
-from daso.train.model.frozen import FrozenParameters
-from daso.train.model.params import Named, Trained, broadcast, check_sharding
+from daso.train.model.params import Trained, broadcast, check_sharding
 from daso.train.model.shards import is_sharded, local_part
-from daso.train.model.shared import common_tensors
+from daso.train.others import OtherTensors, Ranks
 from daso.train.reducers import DdpFinder
 from daso.train.state_sync import (
     average_tensors,
     coded_state,
     drop_partial_state,
-    mend_buffers,
     state_digest,
     state_keys,
     state_tensors,
@@ -38,7 +36,6 @@ Result = TypeVar("Result")
 Value = TypeVar("Value")
 logger = logging.getLogger("daso")
 
-LR = "learning rates"
 ALIKE = 0.01  # by how much gradients that are the same may differ, by rounding alone
 DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which all raise
 
@@ -89,11 +86,15 @@ class Coordinator:
         elsewhere: Callable[[], Container[int]] = frozenset,
     ) -> None:
         self.trained, self.topology, self._replicas = trained, topology, replicas
-        self._frozen = FrozenParameters(trained, elsewhere)
         self.channels, self.metrics = channels, metrics
+        keeps_own = channels.settings.exchange.keeps_own
+        average = partial(self._average_over, topology)
+        self.others = OtherTensors(
+            trained, elsewhere, Ranks(self._unlike, average, keeps_own, self.leads)
+        )
         self.ddps = DdpFinder(param for _, param in trained.named)
         self.compares_batches = True  # once, before any gradient is averaged
-        self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
+        self._rates_told = False
 
     def wait(self, handle: WorkHandle[Result], *, of_step: bool = True) -> Result:
         """Block until work is over and return its result; standing still is exposed time.
@@ -197,8 +198,8 @@ class Coordinator:
 
     def tell_of_rates(self, lowest: float, highest: float) -> None:
         """Say once that learning rates differ between ranks."""
-        if self.leads and LR not in self._told:
-            self._told.add(LR)
+        if self.leads and not self._rates_told:
+            self._rates_told = True
             logger.warning(
                 "the learning rate must be the same on every rank, but it is %g to %g; let "
                 "schedulers follow the mean loss, which optimizer.end_epoch(loss) returns",
@@ -281,89 +282,24 @@ class Coordinator:
         broadcast(coded, self._replicas)
         self.metrics.event("join", tensors=len(tensors))
 
-    def average_others(self) -> None:
-        """Make buffers and frozen parameters equal: means over all ranks.
-
-        Collective over the world; blocking.
-        """
-        buffers = self._common_buffers()
-        self._mend(buffers)
-        self._average_over(self.topology, [*buffers, *self._frozen_apart()])
-        self._frozen.note_equal([name for name, _ in self._frozen.named()])
-
-    def _mend(self, buffers: list[torch.Tensor]) -> None:
-        """Give infinite values of buffers the mean of the ranks that have finite ones.
-
-        An observer that saw no batch on some rank holds them. Collective; blocking.
-        """
-        masks = checksum(one.isfinite() for one in buffers if one.is_floating_point())
-        lowest, highest = self.extremes(masks)
-        if lowest != highest:  # masks of -inf are the same on all ranks
-            mend_buffers(buffers, partial(self._average_over, self.topology))
-
-    def _frozen_apart(self) -> list[torch.Tensor]:
-        """Return frozen parameters that ranks hold differently. Collective; blocking."""
-        digests = {
-            name: digest
-            for name, digest in self._frozen.digests().items()
-            if not self.channels.settings.exchange.keeps_own(name)
-        }
-        everyones = self._unlike(digests)
-        apart = {name for name in digests if len({one.get(name) for one in everyones}) > 1}
-        self._frozen.note_equal(digests.keys() - apart)
-        named = [(name, tensor) for name, tensor in self._frozen.named() if name in apart]
-        self._tell_of_untrained(named)
-        return common_tensors(named, self._unlike, self._told, says=self.leads)
-
-    def _tell_of_untrained(self, named: Named) -> None:
-        """Warn once of parameters that differ and that no wrapped optimizer trains."""
-        names = [name for name, one in named if one.requires_grad and name not in self._told]
-        self._told.update(names)
-        if names and self.leads:
-            logger.warning(
-                "parameters that require gradients must be trained by an optimizer that daso "
-                "wraps, but %s is not and differed between ranks%s; all ranks have the mean now: "
-                "wrap its optimizer too, or freeze it",
-                names[0],
-                f" (and {len(names) - 1} more)" if len(names) > 1 else "",
-            )
-
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Let parameters and buffers, frozen parameters too, be the mean of all ranks inside.
 
         Collective over the world; blocking, at its beginning.
         """
-        common = self._common_buffers()
-        buffers = [*common, *self._frozen_apart()]
+        others = self.others.apart()
         params = [tensor.detach() for _, tensor in self.trained.local]
-        kept = [(tensor, tensor.detach().clone()) for tensor in (*params, *buffers)]
+        tensors = (*params, *others.buffers, *others.frozen)
+        kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
         try:
             self.average(params)
-            self._mend(common)
-            self._average_over(self.topology, buffers)
+            self.others.average(others)
             yield
         finally:
             with torch.no_grad():
                 for tensor, mine in kept:
                     tensor.copy_(mine)
-
-    def _common_buffers(self) -> list[torch.Tensor]:
-        """Return the buffers that all ranks share. Collective over the world; blocking."""
-        keeps_own = self.channels.settings.exchange.keeps_own
-        buffers = [
-            (name, one)
-            for name, one in self.trained.buffers()
-            if not is_sharded(one) and not keeps_own(name)
-        ]
-        return common_tensors(buffers, self._unlike, self._told, says=self.leads)
-
-    def mend_buffers(self) -> None:
-        """Give buffers that are not finite here the mean of the ranks where they are.
-
-        Collective over the world; blocking.
-        """
-        mend_buffers(self._common_buffers(), partial(self._average_over, self.topology))
 
     def count_drop(self, what: str) -> None:
         """Note a drop; raise, on every rank alike, when there were too many."""

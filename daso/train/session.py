@@ -544,7 +544,7 @@ class Session:
         self._perform(*drain(self.schedule))
         self._sync.look_for_slowest(self.schedule)
         self._sync.equalize(self.schedule)
-        self._sync.coordinator.average_others()
+        self._sync.coordinator.others.equalize()
         self._sync.mark_writes()
         # `eval()` of a schedule-free optimizer makes parameters out of its state.
         if optimizer_state or _has_modes(self.inner):

@@ -1038,6 +1038,28 @@ def test_a_teacher_that_follows_its_student_is_the_mean_of_all(topology, rank_in
     assert not on_rank_0(topology, said("require"))
 
 
+@pytest.mark.nodes(*SEVERAL_NODES, (2,))
+@pytest.mark.parametrize("mode", ["sharded", "local_rows"])
+def test_a_teacher_beside_a_server_is_the_mean_of_all(topology, rank_info, mode):
+    model = Taught()
+    kept = daso.Exchange(keep_local=("queue",))
+    how = {"topology": topology, "mode": mode, "staleness": 2, "exchange": kept}
+    with daso.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), **how) as server:
+        for number in range(6):
+            server.zero_grad()
+            taught_loss(model, rank_info.rank, number).backward()
+            server.step()
+            model.follow("by data")
+            with torch.no_grad():
+                model.teacher.weight.add_(rank_info.rank)
+        model.queue.fill_(rank_info.rank)
+        everyones = topology.world_comm.allgather(model.teacher.weight.clone())
+        server.synchronize()
+        assert alike(topology, model.parameters())
+        assert torch.allclose(model.teacher.weight, torch.stack(everyones).mean(0), atol=1e-6)
+        assert model.queue.tolist() == [rank_info.rank] * 3
+
+
 @pytest.mark.nodes(*SEVERAL_NODES)
 def test_tensors_that_stay_each_ranks_own_are_left_alone(topology, rank_info):
     model = Taught()

@@ -568,7 +568,7 @@ class Exchanges:
         elif flight.ahead:
             for row in self._rows_of(flight.sent.fragment):
                 row.turn_back()
-        self.coordinator.mend_buffers()
+        self.coordinator.others.mend()
         self.coordinator.count_drop(
             f"parameter {self._name_at(element)} on rank {rank} is not finite; this exchange is "
             f"dropped and that node starts again from the last agreed parameters"

@@ -1,0 +1,123 @@
+"""Makes equal what a module holds and no wrapped optimizer trains: buffers, frozen parameters."""
+
+import logging
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from daso.train.misuse import checksum
+from daso.train.model.frozen import FrozenParameters
+from daso.train.model.params import Named, Trained
+from daso.train.model.shards import is_sharded
+from daso.train.model.shared import common_tensors
+from daso.train.state_sync import mend_buffers
+
+__all__ = ["OtherTensors", "Ranks"]
+
+logger = logging.getLogger("daso")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What ranks do together.
+
+    Args:
+        unlike: Returns every rank's value, or one alone where all are alike. Collective; blocking.
+        average: Sets tensors to their means over all ranks. Collective; blocking.
+        keeps_own: Tells which tensors, by name, stay each rank's own.
+        says: This rank warns.
+    """
+
+    unlike: Callable[[dict[str, str]], Sequence[dict[str, str]]]
+    average: Callable[[list[torch.Tensor]], None]
+    keeps_own: Callable[[str], bool]
+    says: bool
+
+
+class Others(NamedTuple):
+    """The tensors that ranks may hold differently."""
+
+    buffers: list[torch.Tensor]
+    frozen: list[torch.Tensor]
+
+
+class OtherTensors:
+    """The tensors of a module that an optimizer does not train, on all ranks.
+
+    Args:
+        trained: The optimizer's parameters, and the module.
+        elsewhere: Returns the ids of parameters that other wrapped optimizers train.
+        ranks: What ranks do together.
+    """
+
+    def __init__(
+        self, trained: Trained, elsewhere: Callable[[], Container[int]], ranks: Ranks
+    ) -> None:
+        self._trained, self._ranks = trained, ranks
+        self._frozen = FrozenParameters(trained, elsewhere)
+        self._told: set[str] = set()  # names of tensors that a warning was about
+
+    def equalize(self) -> None:
+        """Make buffers and frozen parameters equal: means over all ranks.
+
+        Collective over the world; blocking.
+        """
+        self.average(self.apart())
+        self._frozen.note_equal([name for name, _ in self._frozen.named()])
+
+    def apart(self) -> Others:
+        """Return the tensors that ranks may hold differently. Collective; blocking."""
+        return Others(self._buffers(), self._frozen_apart())
+
+    def average(self, others: Others) -> None:
+        """Set tensors to their means; infinite values of observers on some ranks do not count.
+
+        Collective over the world; blocking.
+        """
+        masks = checksum(one.isfinite() for one in others.buffers if one.is_floating_point())
+        if len(self._ranks.unlike({"masks": f"{masks:.0f}"})) > 1:  # masks of -inf are alike
+            mend_buffers(others.buffers, self._ranks.average)
+        self._ranks.average([*others.buffers, *others.frozen])
+
+    def mend(self) -> None:
+        """Give buffers that are not finite here the mean of the ranks where they are.
+
+        Collective over the world; blocking.
+        """
+        mend_buffers(self._buffers(), self._ranks.average)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        named = [
+            (name, one)
+            for name, one in self._trained.buffers()
+            if not is_sharded(one) and not self._ranks.keeps_own(name)
+        ]
+        return common_tensors(named, self._ranks.unlike, self._told, says=self._ranks.says)
+
+    def _frozen_apart(self) -> list[torch.Tensor]:
+        digests = {
+            name: digest
+            for name, digest in self._frozen.digests().items()
+            if not self._ranks.keeps_own(name)
+        }
+        everyones = self._ranks.unlike(digests)
+        apart = {name for name in digests if len({one.get(name) for one in everyones}) > 1}
+        self._frozen.note_equal(digests.keys() - apart)
+        named = [(name, tensor) for name, tensor in self._frozen.named() if name in apart]
+        self._tell_of_untrained(named)
+        return common_tensors(named, self._ranks.unlike, self._told, says=self._ranks.says)
+
+    def _tell_of_untrained(self, named: Named) -> None:
+        """Warn once of parameters that differ and that no wrapped optimizer trains."""
+        names = [name for name, one in named if one.requires_grad and name not in self._told]
+        self._told.update(names)
+        if names and self._ranks.says:
+            logger.warning(
+                "parameters that require gradients must be trained by an optimizer that daso "
+                "wraps, but %s is not and differed between ranks%s; all ranks have the mean now: "
+                "wrap its optimizer too, or freeze it",
+                names[0],
+                f" (and {len(names) - 1} more)" if len(names) > 1 else "",
+            )
