@@ -158,6 +158,7 @@ class ParameterServer(torch.optim.Optimizer):
             Ranks(
                 partial(gather_unlike, self._topology, timeout_seconds=limit),
                 self._average,
+                None,
                 plan.exchange.keeps_own,
                 says=rank_info.rank == 0,
             ),

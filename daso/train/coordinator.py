@@ -89,8 +89,9 @@ class Coordinator:
         self.channels, self.metrics = channels, metrics
         keeps_own = channels.settings.exchange.keeps_own
         average = partial(self._average_over, topology)
+        shards = self._average_unlike if replicas is not topology else None
         self.others = OtherTensors(
-            trained, elsewhere, Ranks(self._unlike, average, keeps_own, self.leads)
+            trained, elsewhere, Ranks(self._unlike, average, shards, keeps_own, self.leads)
         )
         self.ddps = DdpFinder(param for _, param in trained.named)
         self.compares_batches = True  # once, before any gradient is averaged
@@ -290,7 +291,7 @@ class Coordinator:
         """
         others = self.others.apart()
         params = [tensor.detach() for _, tensor in self.trained.local]
-        tensors = (*params, *others.buffers, *others.frozen)
+        tensors = (*params, *others.buffers, *others.frozen, *others.shards)
         kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
         try:
             self.average(params)
@@ -320,6 +321,11 @@ class Coordinator:
         Collective over the world; blocking.
         """
         self._average_over(self._replicas, tensors)
+
+    def _average_unlike(self, shards: list[torch.Tensor]) -> None:
+        """Set parts to their means where they differ between nodes. Collective; blocking."""
+        if self._differ(checksum(shards)):
+            self.average(shards)
 
     def _average_over(self, ranks: Topology, tensors: list[torch.Tensor]) -> None:
         with self.metrics.watch.waiting(trace.WAIT_INTER_NODE, of_step=False):

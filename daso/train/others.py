@@ -26,12 +26,15 @@ class Ranks:
     Args:
         unlike: Returns every rank's value, or one alone where all are alike. Collective; blocking.
         average: Sets tensors to their means over all ranks. Collective; blocking.
+        average_shards: Sets them to their means over the ranks that hold the same parts, where
+            these differ on some; None: nothing is sharded. Collective over the world; blocking.
         keeps_own: Tells which tensors, by name, stay each rank's own.
         says: This rank warns.
     """
 
     unlike: Callable[[dict[str, str]], Sequence[dict[str, str]]]
     average: Callable[[list[torch.Tensor]], None]
+    average_shards: Callable[[list[torch.Tensor]], None] | None
     keeps_own: Callable[[str], bool]
     says: bool
 
@@ -41,6 +44,7 @@ class Others(NamedTuple):
 
     buffers: list[torch.Tensor]
     frozen: list[torch.Tensor]
+    shards: list[torch.Tensor]  # this rank's parts of frozen parameters
 
 
 class OtherTensors:
@@ -69,7 +73,9 @@ class OtherTensors:
 
     def apart(self) -> Others:
         """Return the tensors that ranks may hold differently. Collective; blocking."""
-        return Others(self._buffers(), self._frozen_apart())
+        keeps_own = self._ranks.keeps_own
+        shards = [one for name, one in self._frozen.shards() if not keeps_own(name)]
+        return Others(self._buffers(), self._frozen_apart(), shards)
 
     def average(self, others: Others) -> None:
         """Set tensors to their means; infinite values of observers on some ranks do not count.
@@ -80,6 +86,8 @@ class OtherTensors:
         if len(self._ranks.unlike({"masks": f"{masks:.0f}"})) > 1:  # masks of -inf are alike
             mend_buffers(others.buffers, self._ranks.average)
         self._ranks.average([*others.buffers, *others.frozen])
+        if self._ranks.average_shards is not None:
+            self._ranks.average_shards(others.shards)
 
     def mend(self) -> None:
         """Give buffers that are not finite here the mean of the ranks where they are.

@@ -233,6 +233,24 @@ def test_gradients_pile_up_and_are_clipped_as_on_the_whole_model(topology, polic
 
 
 @pytest.mark.nodes(*SHARDED)
+def test_a_sharded_teacher_is_the_mean_of_the_nodes(topology, rank_info):
+    model = sharded(network(), topology)
+    model[0].requires_grad_(False)
+    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(2, 1)) as optimizer:
+        train(optimizer, model, rank_info.rank, 3)
+        teacher = model[0].weight.to_local()
+        with torch.no_grad():
+            teacher.add_(rank_info.node + 1)
+        mine = teacher.clone()
+        with optimizer.averaged():
+            torch.testing.assert_close(teacher, mine - rank_info.node + 0.5)
+        assert torch.equal(teacher, mine)
+        optimizer.synchronize()
+        torch.testing.assert_close(teacher, mine - rank_info.node + 0.5)
+
+
+@pytest.mark.nodes(*SHARDED)
 def test_frozen_layers_stay(topology):
     def make(seed=0):
         model = network(seed)

@@ -1398,7 +1398,7 @@ def test_a_resume_in_the_midst_is_no_load(topology, rank_info, first, said):
     assert not on_rank_0(topology, said("wrote parameters between steps"))
 
 
-# --- ends in the midst of an exchange --------------------------------------------------------------
+# --- ends in the midst of an exchange ------------------------------------------------------------
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)

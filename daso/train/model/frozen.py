@@ -10,7 +10,7 @@ import torch
 
 from daso.train.misuse import checksum
 from daso.train.model.params import Named, Trained, writes_of
-from daso.train.model.shards import is_sharded
+from daso.train.model.shards import is_sharded, local_part
 from daso.train.model.shared import is_unfit
 
 __all__ = ["FrozenParameters"]
@@ -31,7 +31,14 @@ class FrozenParameters:
         self._writes = {name: writes_of(tensor) for name, tensor in self.named()}
 
     def named(self) -> Named:
-        """Return names and parameters."""
+        """Return names and parameters that every rank has whole."""
+        return [one for one in self._all() if not is_sharded(one[1])]
+
+    def shards(self) -> Named:
+        """Return names and this rank's parts of those that ranks of a node share."""
+        return [(name, local_part(one)) for name, one in self._all() if is_sharded(one)]
+
+    def _all(self) -> Named:
         module = self._trained.module
         others = [] if module is None else self._trained.others()
         elsewhere = self._elsewhere()
@@ -40,7 +47,7 @@ class FrozenParameters:
             for name, tensor in others
             if isinstance(tensor, torch.nn.Parameter)
             and id(tensor) not in elsewhere
-            and not (is_sharded(tensor) or is_unfit(tensor))
+            and not is_unfit(tensor)
         ]
 
     def digests(self) -> dict[str, str]:
