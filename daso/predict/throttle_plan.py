@@ -149,6 +149,12 @@ class ThrottlePlan:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What stands behind an estimate."""
+        if not self.counted:
+            return (
+                f"nothing is slowed down: computing alone is compared, so that this is the time "
+                f"measured here divided by {self.ratio:.3g}; give the link or another rate of both "
+                f"machines to see what computing hides",
+            )
         words = [f"computing is stretched {self.compute_factor:.3g} times by sleeping"]
         if self.link_bytes_per_second is not None:
             words.append(

@@ -154,3 +154,10 @@ def test_every_rate_that_both_machines_give_counts():
 def test_a_latency_without_a_link_counts_for_nothing():
     plan = ThrottlePlan(Machine(1.0, None, 1e-6), Machine(1.0, 1e9, 1e-3))
     assert plan.ratio == 1
+
+
+def test_computing_alone_is_said_to_be_a_division():
+    plan = ThrottlePlan(Machine(compute=2.0), Machine(compute=6.0))
+    (said,) = plan.assumptions
+    assert "nothing is slowed down" in said
+    assert "divided by 3;" in said
