@@ -39,6 +39,7 @@ from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.inner.step_restoration import StepRestoration
 from daso.train.listeners import Listener, Listeners
 from daso.train.metrics import History, Metrics, Report
+from daso.train.misfit import Misfit, misfit, remedy
 from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.model.params import Trained, check_same_layout
 from daso.train.setup import Setup, check_format
@@ -743,14 +744,11 @@ class Session:
             check_format(state["shape"])
         self._joined = -1
         sync, opened = self._sync, self._sync is not None or not self._stale
-        fits = opened and state is not None and state["shape"] == self._shape()
+        reason = self._misfit(state, opened=opened)
         if not opened and state is not None:
             self._loaded, self._measured = True, None
-        if sync is not None:
-            fits = fits and state is not None and state["sync"] is not None
-            fits = sync.coordinator.extremes(float(fits))[0] == 1.0
-        if state is None or not fits:
-            self._start_anew(state)
+        if state is None or reason:
+            self._start_anew(state, reason)
             return
         self.schedule = State.load(state["schedule"])
         self._history = History.load(state["history"])
@@ -760,7 +758,15 @@ class Session:
             sync.enter(self.schedule)
             self._begin_telling()
 
-    def _start_anew(self, state: Mapping[str, Any] | None) -> None:
+    def _misfit(self, state: Mapping[str, Any] | None, *, opened: bool) -> Misfit:
+        """Return why a state does not fit on some rank. Collective over the world; blocking."""
+        reason = misfit(state, self._shape() if opened else None)
+        if self._sync is not None:
+            return Misfit(round(self._sync.coordinator.extremes(float(reason))[1]))
+        # One process has no state of exchanges.
+        return Misfit.NONE if reason is Misfit.ONE_COPY else reason
+
+    def _start_anew(self, state: Mapping[str, Any] | None, reason: Misfit) -> None:
         """Go on from world rank 0's count with nothing in flight, and hand out parameters."""
         old, same, apart = self.schedule, True, True
         if state is not None:
@@ -786,11 +792,11 @@ class Session:
             self._sync.forget()
             self._sync.enter(self.schedule)  # a backward may come before the next step
             if self.topology.rank == 0:
+                what, advice = remedy(reason)
                 logger.warning(
-                    "state of another world, model or setup, or one for all ranks, was loaded: the "
-                    "schedule goes on after %d steps with nothing in flight, and all ranks take "
-                    "rank 0's parameters",
-                    batch,
+                    "%s was loaded: the schedule goes on after %d steps with nothing in flight, "
+                    "and all ranks take rank 0's parameters; %s",
+                    *(what, batch, advice),
                 )
 
 

@@ -1,0 +1,55 @@
+"""Why a state that was loaded does not fit a session, and what to do about it."""
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any
+
+__all__ = ["Misfit", "misfit", "remedy"]
+
+
+class Misfit(IntEnum):
+    """Reasons, the strongest last: of several ranks' reasons the highest is said."""
+
+    NONE = 0
+    ONE_COPY = 1
+    RANK = 2
+    SETUP = 3
+    MODEL = 4
+    WORLD = 5
+    NOTHING = 6
+
+
+_WORDS = {
+    Misfit.ONE_COPY: ("one copy for all ranks", "to go on exactly, save state_dict() of each rank"),
+    Misfit.RANK: (
+        "the state of another rank",
+        "to go on exactly, save state_dict() of each rank, and load it on that rank",
+    ),
+    Misfit.SETUP: ("the state of other options", "to go on exactly, pass the same keywords"),
+    Misfit.MODEL: ("the state of another model", "load the one of this model"),
+    Misfit.WORLD: (
+        "the state of other ranks or nodes",
+        "call synchronize(optimizer_state=True) before saving, and nothing is lost by that",
+    ),
+    Misfit.NOTHING: ("a state without daso's part", "save state_dict() of daso's optimizer"),
+}
+
+
+def misfit(state: Mapping[str, Any] | None, shape: Mapping[str, Any] | None) -> Misfit:
+    """Return why a state does not fit a session of this shape on this rank."""
+    if state is None or state["shape"] is None or shape is None:
+        return Misfit.NOTHING
+    saved = state["shape"]
+    reasons = {
+        Misfit.WORLD: saved["node_sizes"] != shape["node_sizes"],
+        Misfit.MODEL: saved["layout"] != shape["layout"],
+        Misfit.SETUP: any(saved.get(key) != shape.get(key) for key in ("setup", "devices")),
+        Misfit.ONE_COPY: state["sync"] is None,
+        Misfit.RANK: saved["rank"] != shape["rank"],
+    }
+    return next((reason for reason, met in reasons.items() if met), Misfit.NONE)
+
+
+def remedy(reason: Misfit) -> tuple[str, str]:
+    """Return what was loaded, and what to do about it."""
+    return _WORDS[reason]
