@@ -245,7 +245,7 @@ def _chosen() -> dict[str, Any]:
         "between_nodes": "sums in a fixed order: 2 nodes swap, up to 16 add and return, more go by "
         "levels (daso doctor --nodes N); MPI's own with Exchange(algorithm='mpi')",
         "accuracy": "SGD as in synchronous training; Adam and its kin too where backward hides "
-        "gradients in 4 bits, elsewhere less: docs/accuracy.md",
+        "gradients in 4 or 8 bits, elsewhere less: docs/accuracy.md",
         "python": sys.executable,
     }
 

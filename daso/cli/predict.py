@@ -311,8 +311,9 @@ def _assumptions(chosen: argparse.Namespace, job: Job) -> list[str]:
         f"of {chosen.steps} steps the first quarter does not count; epochs do not end",
         f"a rank has {chosen.cores:g} cores; an exchange's own work takes what is over 1 of them, "
         f"and of computing what is missing to 2",
-        "the inner optimizer normalizes gradients, as Adam does: Auto averages them in 4 bits for "
-        "the first 100 to 200 steps, fewer where these cost as much, and while it costs 10 % of one"
+        "the inner optimizer normalizes gradients, as Adam does: Auto averages them in 4 or 8 bits "
+        "for the first 100 to 200 steps, fewer where these cost as much, and while it costs 10 % "
+        "of one"
         if job.normalizes and chosen.wire != "topk"
         else "the inner optimizer is such as SGD; with Adam and its kin Auto trains synchronously "
         "first: --optimizer=adamw",

@@ -41,10 +41,10 @@ Wire = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2", "topk"]
 GradientWire = Literal["auto", "fp32", "bf16", "int8", "int4"]
 Restore = Literal["auto", "on", "off"]
 
-NARROW, NARROWEST = "int4", "int2"
+WIDE, NARROW, NARROWEST = "int8", "int4", "int2"
 # Bits of a number: int8 has a scale (fp32) for each 128, int4 and int2 one (bf16) for each 32, topk
 # a place and a number for 1 of 64.
-BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "int8": 8.25, NARROW: 4.5, NARROWEST: 2.5}
+BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, WIDE: 8.25, NARROW: 4.5, NARROWEST: 2.5}
 BITS["topk"] = 0.5
 MiB = 1 << 20
 BucketRule = Literal["auto", "search"]
@@ -320,10 +320,17 @@ class Settings:
         """
         return self.exchange.algorithm == "mpi"
 
-    def gradient_wire(self, *, hidden: bool) -> str:
-        """Return what gradients cross between nodes in."""
+    def gradient_wire(self, *, hidden: bool, wide: bool = False) -> str:
+        """Return what gradients cross between nodes in.
+
+        Args:
+            hidden: They cross at every batch while that is cheap; see `Auto`.
+            wide: In 8 bits.
+        """
         wire = self.gradients.wire
-        return wire if wire != "auto" else NARROW if hidden else "fp32"
+        if wire != "auto":
+            return wire
+        return (WIDE if wide else NARROW) if hidden else "fp32"
 
     @property
     def may_hide(self) -> bool:

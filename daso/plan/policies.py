@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from daso.checks import Rule, check, number, positive, validated_record, whole
 from daso.errors import ConfigError
-from daso.plan.schedule import Measurements, PlateauState, State
+from daso.plan.schedule import Measurements, PlateauState, State, SyncPhase
 from daso.plan.small_tensors import SMALL_PERIOD, SmallTensors
 
 __all__ = ["Fixed", "Plateau", "Qsr", "Replay", "observe"]
@@ -227,12 +227,14 @@ class Replay:
         selective: As the run's policy had it.
         small: ``report()["small_history"]`` of the run: (batch, batches from one exchange of small
             tensors to the next).
+        wide: ``report()["wide_history"]`` of the run: (batch, whether gradients cross in 8 bits).
     """
 
     history: tuple[tuple[int, int, int], ...]
     hidden: tuple[int, ...] = ()
     selective: int | None = None
     small: tuple[tuple[int, int], ...] = ()
+    wide: tuple[tuple[int, bool], ...] = ()
 
     def __post_init__(self) -> None:
         if self.selective is None and any(period for _, period in self.small):
@@ -246,7 +248,8 @@ class Replay:
         _, skip, wait = self.history[0]
         period = self.small[0][1] if self.small else SMALL_PERIOD
         small = SmallTensors(period=period)
-        return State(skip=skip, wait=wait, hidden=0 in self.hidden, small=small)
+        sync = SyncPhase(wide=bool(self.wide) and self.wide[0][1])
+        return State(skip=skip, wait=wait, hidden=0 in self.hidden, small=small, sync=sync)
 
     def tune_batch(self, state: State) -> State:
         """Do after a batch what was done after it."""
@@ -256,6 +259,9 @@ class Replay:
         for batch, period in self.small[1:]:
             if batch == state.batch:
                 state = replace(state, small=replace(state.small, period=period))
+        for batch, wide in self.wide[1:]:
+            if batch == state.batch:
+                state = replace(state, sync=replace(state.sync, wide=wide))
         return state
 
     def tune_exchange(self, state: State, measurements: Measurements) -> State:  # noqa: ARG002 - the protocol's

@@ -104,6 +104,8 @@ class SyncPhase:
     left: int = 0  # batch after which it was left
     # Least estimate of the seconds of gradients over those of a step, soon after it was left.
     gradients: float = 0.0
+    wide: bool = False  # gradients cross in 8 bits
+    settled: bool = False  # and that does not change any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +221,19 @@ def begin(
     memory: float,
     may_hide: bool,
     small_share: float = 0.0,
+    numel: int = 0,
 ) -> State:
-    """Return the state in which training begins, or goes on, with an inner optimizer."""
+    """Return the state in which training begins, or goes on, with an inner optimizer.
+
+    Args:
+        policy: Chooses.
+        state: The policy's first one, or that of a run that is resumed.
+        nodes: Number of nodes.
+        memory: Decay of the inner optimizer's memory of squares; 0: it has none.
+        may_hide: Gradients may be averaged on a narrow wire.
+        small_share: Share of the numbers that small tensors have.
+        numel: Numbers of the model.
+    """
     state = replace(
         state,
         memory=memory,
@@ -230,7 +243,7 @@ def begin(
     choose = getattr(policy, "begin", None)
     if not may_hide or choose is None or state.batch or state.epoch:
         return state
-    began: State = choose(state, nodes)
+    began: State = choose(state, nodes, numel)
     return began
 
 

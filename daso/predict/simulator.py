@@ -88,7 +88,8 @@ class _Costs:
         step = job.step_seconds * cluster.stretch
         slowest = step * max([1.0, *cluster.slower.values()])
         slow_job = replace(job, step_seconds=slowest)
-        wires = {settings.gradient_wire(hidden=hidden) for hidden in (False, True)}
+        kinds = ((False, False), (True, False), (True, True))
+        wires = {settings.gradient_wire(hidden=hidden, wide=wide) for hidden, wide in kinds}
         return cls(
             step=step,
             own=job.own_seconds * job.parameters * cluster.stretch / 2,
@@ -142,9 +143,9 @@ class _Nodes:
             self._steps.append(base)
         self.times = [at + seconds for at, seconds in zip(self.times, base, strict=True)]
 
-    def average_gradients(self, *, hidden: bool) -> None:
+    def average_gradients(self, *, hidden: bool, wide: bool) -> None:
         """End a synchronous step: all wait for the last, and for what crosses between them."""
-        wire = self.settings.gradient_wire(hidden=hidden)
+        wire = self.settings.gradient_wire(hidden=hidden, wide=wide)
         waits = self._wait_until(max(self.times) + self._costs.synchronous[wire])
         self.totals.nbytes += exchange_cost(self.job.parameters, wire, self.cluster).sent_bytes
         if hidden:
@@ -281,7 +282,7 @@ def simulate(
             before = statistics.fmean(nodes.times), totals.exposed, totals.nbytes
         nodes.compute()
         if state.synchronous and cluster.nodes > 1:
-            nodes.average_gradients(hidden=state.hidden)
+            nodes.average_gradients(hidden=state.hidden, wide=state.sync.wide)
         acts, state = after_batch(policy, state)
         if cluster.nodes > 1:
             state = _carry_out(nodes, acts, state, policy)
@@ -295,9 +296,15 @@ def simulate(
         small_exchanges=totals.small_exchanges,
         skip=state.skip,
         wait=state.wait,
-        wire=settings.gradient_wire(hidden=True) if state.hidden else nodes.exchanged.wire,
+        wire=_wire_of(state, settings, nodes),
         plan=exchange_plan(max(nodes.rules.numels), nodes.exchanged.wire, cluster).name,
     )
+
+
+def _wire_of(state: State, settings: Settings, nodes: _Nodes) -> str:
+    if state.hidden:
+        return settings.gradient_wire(hidden=True, wide=state.sync.wide)
+    return nodes.exchanged.wire
 
 
 def _parts(job: Job, settings: Settings) -> tuple[int, ...]:
@@ -315,7 +322,15 @@ def _begin(job: Job, policy: Policy, settings: Settings, nodes: int) -> State:
     fragments = settings.exchange.fragments
     state = replace(policy.start(), sparse=settings.sparse, fragments=fragments)
     may_hide = restored and settings.may_hide
-    return begin(policy, state, nodes=nodes, memory=0.0, may_hide=may_hide, small_share=share)
+    return begin(
+        policy,
+        state,
+        nodes=nodes,
+        memory=0.0,
+        may_hide=may_hide,
+        small_share=share,
+        numel=int(job.parameters),
+    )
 
 
 def _carry_out(nodes: _Nodes, acts: Sequence[Action], state: State, policy: Policy) -> State:

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NotRequired, TypedDict
 
 from daso import trace
@@ -59,6 +59,7 @@ class Report(TypedDict):
     in_flight: bool
     skip_history: list[tuple[int, int, int]]
     small_history: list[tuple[int, int]]
+    wide_history: list[tuple[int, bool]]
     skip_because: str
     gain: float
     measurements: dict[str, Any]
@@ -78,11 +79,12 @@ class History:
 
     skip: list[tuple[int, int, int]]  # batch, skip, wait
     small: list[tuple[int, int]]  # batch, batches from one exchange of small tensors to the next
+    wide: list[tuple[int, bool]]  # batch, whether gradients cross in 8 bits
 
     @classmethod
     def of(cls, state: State) -> "History":
         """Return that of a run in which this is chosen."""
-        return cls([(0, state.skip, state.wait)], [(0, state.small.period)])
+        return cls([(0, state.skip, state.wait)], [(0, state.small.period)], [(0, state.sync.wide)])
 
     def take(self, before: State, now: State) -> None:
         """Add what is chosen now, where that is another."""
@@ -90,6 +92,8 @@ class History:
             self.skip.append((now.batch, now.skip, now.wait))
         if now.small.period != before.small.period:
             self.small.append((now.batch, now.small.period))
+        if now.sync.wide != before.sync.wide:
+            self.wide.append((now.batch, now.sync.wide))
 
     def state(self) -> dict[str, list[list[int]]]:
         """Return it as plain values."""
@@ -98,8 +102,8 @@ class History:
     @classmethod
     def load(cls, values: Mapping[str, Sequence[Sequence[int]]]) -> "History":
         """Return that whose `state` these are."""
-        skip, small = ([tuple(entry) for entry in values[name]] for name in ("skip", "small"))
-        return cls(skip, small)  # type: ignore[arg-type]  # of as many numbers as `state` had
+        entries = ([tuple(entry) for entry in values[one.name]] for one in fields(cls))
+        return cls(*entries)  # type: ignore[arg-type]  # of as many numbers as `state` had
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,6 +229,7 @@ class Session:
         restoration = self.step_restoration
         memory = 0.0 if restoration is None else restoration.memory
         may_hide = restoration is not None and self.setup.settings.may_hide
+        named = [] if self._sync is None else self._sync.trained.named
         began = begin(
             self.setup.policy,
             self.schedule,
@@ -236,6 +237,7 @@ class Session:
             memory=memory,
             may_hide=may_hide,
             small_share=0.0 if self._exchanges is None else self._exchanges.small_share,
+            numel=sum(tensor.numel() for _, tensor in named),
         )
         self._take(began)
         if began.batch == 0:
@@ -640,6 +642,7 @@ class Session:
             "in_flight": self.schedule.sent is not None,
             "skip_history": list(self._history.skip),
             "small_history": list(self._history.small),
+            "wide_history": list(self._history.wide),
             "skip_because": self._why(),
             "gain": self.schedule.gain,
             "measurements": asdict(self.schedule.measurements),

@@ -1,5 +1,6 @@
 """Synchronous training whose gradients cross between nodes on a narrow wire."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -209,6 +210,37 @@ def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology, p
     assert (kinds.count("measured"), kinds.count("join")) == (1, 1)
 
 
+@pytest.mark.nodes((1, 1, 1), *APART)  # of two nodes none rounds a mean
+def test_gradients_change_their_wire_as_on_simulated_nodes_and_in_a_resumed_run(topology):
+    """From 4 bits to 8 and back, with what was rounded away: bit for bit."""
+    policy = Replay(((0, 1, 0),), hidden=(0,), wide=((0, False), (4, True), (9, False)))
+    settings = Settings(
+        wire="bf16", merge="auto", exchange=ORDERED, gradients=daso.Gradients(), outer=False
+    )
+    rank_info, build = topology.rank_info, seeded(mlp)
+    simulated = SimulatedNodes(build, adamw, rank_info.world_size, policy=policy, settings=settings)
+    model, wires, saved = build(), [], None
+    for start, stop in ((0, 6), (6, 12)):
+        options = {"policy": policy, "wire": "bf16", "exchange": ORDERED}
+        with wrapped(topology, adamw(model), model, "auto", **options) as optimizer:
+            if saved:
+                optimizer.load_state_dict(saved)
+            for step in range(start, stop):
+                steps(topology, optimizer, model, [step])
+                simulated.step(
+                    [
+                        lambda m, r=rank, s=step: batch_loss(m, r, s)
+                        for rank in range(rank_info.world_size)
+                    ]
+                )
+                wires.append(optimizer.report()["gradient_wire"])
+                theirs = simulated.models[rank_info.rank].parameters()
+                assert all(map(torch.equal, model.parameters(), theirs)), step
+            saved = copy.deepcopy(optimizer.state_dict())
+            assert optimizer.report()["wide_history"] == list(policy.wide[: 2 + (start > 0)])
+    assert wires == ["int4"] * 3 + ["int8"] * 5 + ["int4"] * 4
+
+
 @pytest.mark.nodes(*APART)
 def test_a_model_in_parts_begins_with_gradients_at_every_batch(topology):
     model = seeded(mlp)()
@@ -218,7 +250,7 @@ def test_a_model_in_parts_begins_with_gradients_at_every_batch(topology):
         report = optimizer.report()
         assert topology.equal_on_all_ranks(bits(model))
     assert report["skip_history"] == [(0, 1, 0)]
-    assert report["gradient_wire"] == "int4"
+    assert report["gradient_wire"] == "int8"
     assert "exchange" not in {event["kind"] for event in report["events"]}
 
 

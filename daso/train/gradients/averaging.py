@@ -46,7 +46,10 @@ class GradientAveraging:
     def enter(self, state: State, *, by_layers: bool) -> None:
         """Take over the schedule's state; tell whether steps are taken layer by layer."""
         self.synchronous = state.synchronous and self.rank_info.nodes > 1
-        self._compresses = self.channels.settings.gradient_wire(hidden=state.hidden) != "fp32"
+        wire = self.channels.settings.gradient_wire(hidden=state.hidden, wide=state.sync.wide)
+        self._compresses = wire != "fp32"
+        if self._compresses:
+            self.compressor.change(wire)
         self.by_layers = by_layers
         if not (self.synchronous and self._compresses):
             self.compressor.forget()

@@ -6,6 +6,7 @@ Seide et al. 2014 (1-bit SGD), Karimireddy et al. 2019, arXiv 1901.09847 (error 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -280,6 +281,14 @@ class GradientCompressor:
             self._means[key] = self._ordered(codec, rounded, self._where, plan)
         return self._means[key]
 
+    def change(self, wire: str) -> None:
+        """Let what follows cross on another wire; what was rounded away goes along."""
+        if wire != self.wire:
+            self.wire = wire
+            self._means.clear()
+            for rounded in self._rounded.values():  # of parts of other bytes
+                rounded.clear()
+
     def forget(self) -> None:
         """Forget what was rounded away: it is not finite, or belongs to other parts or phases."""
         self._flagged.clear()
@@ -291,9 +300,10 @@ class GradientCompressor:
 
     # --- checkpoint --------------------------------------------------------------------------
 
-    def state(self) -> dict[str, list[tuple[torch.dtype, int, torch.Tensor]]]:
+    def state(self) -> dict[str, Any]:
         """Return what this rank needs to go on to the same bits; between two rounds."""
         return {
+            "wire": self.wire,
             "residuals": [(*key, row.to("cpu", copy=True)) for key, row in self._residuals.items()],
             "rounded": [
                 (dtype, start, row.to("cpu", copy=True))
@@ -302,9 +312,10 @@ class GradientCompressor:
             ],
         }
 
-    def load(self, state: dict[str, list[tuple[torch.dtype, int, torch.Tensor]]]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
         self.forget()
+        self.wire = state.get("wire", self.wire)
         for dtype, start, row in state["residuals"]:
             self._residuals[dtype, start] = row.to(self._device, copy=True)
         for dtype, start, row in state["rounded"]:

@@ -44,6 +44,13 @@ class SimulatedGradients:
         if index not in self._order:
             self._order.append(index)
 
+    def change(self, wire: str) -> None:
+        """Let what follows cross on another wire; see `GradientCompressor.change`."""
+        if wire != self._wire:
+            self._wire = wire
+            self._rounded.clear()
+            self._means.clear()
+
     def forget(self) -> None:
         """Forget what was rounded away."""
         self._residuals.clear()

@@ -209,6 +209,7 @@ class SimulatedNodes:
             memory=0.0 if restoration is None else restoration.memory,
             may_hide=restoration is not None and settings.may_hide,
             small_share=self._small_share(),
+            numel=sum(tensor.numel() for _, tensor in self.named[0]),
         )
         self.global_bytes_sent = 0  # by all nodes
         self.events: list[dict[str, Any]] = []
@@ -287,7 +288,10 @@ class SimulatedNodes:
 
     def _average_gradients(self) -> None:
         """Replace gradients by their mean over nodes, added in node order."""
-        if self.settings.gradient_wire(hidden=self.state.hidden) != "fp32":
+        state = self.state
+        wire = self.settings.gradient_wire(hidden=state.hidden, wide=state.sync.wide)
+        if wire != "fp32":
+            self._compressed.change(wire)
             self.global_bytes_sent += self._compressed.average()
             return
         count = len(self.named)

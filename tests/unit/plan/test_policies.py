@@ -1,3 +1,4 @@
+import itertools
 import math
 import sys
 from dataclasses import FrozenInstanceError, fields, replace
@@ -412,6 +413,27 @@ def test_the_start_is_synchronous_until_it_has_cost_a_hundred_batches(cost, left
 )
 def test_the_start_is_longer_on_many_nodes(nodes, cost, left):
     assert start(cost, 1000, nodes=nodes) == left
+
+
+@pytest.mark.parametrize(
+    ("numel", "costs", "found"),
+    [
+        (4_000_000, [0.9], "8"),  # so few cross in 8 bits whatever they cost
+        (4_000_001, [0.021] * 9, "4"),
+        (4_000_001, [0.02] * 9, "48"),
+        (4_000_001, [0.02, 0.05, 0.05], "48"),
+        (4_000_001, [0.02, 0.051, 0.0, 0.0], "484"),  # tried once
+    ],
+)
+def test_gradients_cross_in_8_bits_where_that_is_cheap(numel, costs, found):
+    policy, wires = Auto(), []
+    state = begin(policy, policy.start(), nodes=2, memory=0.999, may_hide=True, numel=numel)
+    for batch, cost in enumerate([0.0, *costs], start=1):
+        wires.append("8" if state.sync.wide else "4")
+        state = replace(state, batch=batch)
+        state = policy.tune_exchange(state, Measurements(1.0, exposed_seconds=cost))
+    wires.append("8" if state.sync.wide else "4")
+    assert "".join(wire for wire, _ in itertools.groupby(wires)) == found
 
 
 def test_the_cost_of_synchronous_batches_is_a_setting():
