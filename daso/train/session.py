@@ -39,7 +39,7 @@ from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.inner.step_restoration import StepRestoration
 from daso.train.listeners import Listener, Listeners
 from daso.train.metrics import History, Metrics, Report
-from daso.train.misfit import Misfit, misfit, remedy
+from daso.train.model.misfit import Misfit, misfit, remedy
 from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.model.params import Trained, check_same_layout
 from daso.train.setup import Setup, check_format

@@ -2,7 +2,7 @@
 
 import pytest
 
-from daso.train.misfit import Misfit, misfit, remedy
+from daso.train.model.misfit import Misfit, misfit, remedy
 
 SHAPE = {"format": 4, "rank": 0, "node_sizes": [1, 1], "layout": 7, "setup": "a"}
 FITS = {"shape": SHAPE, "sync": {}}
