@@ -1,0 +1,36 @@
+"""How many files of daso a reader of one operation opens: no more than today."""
+
+import json
+from pathlib import Path
+
+import pytest
+from jobs import started
+
+pytestmark = [
+    pytest.mark.later("starts two ranks"),
+    pytest.mark.slow("starts two ranks"),
+]
+
+# Ceilings only come down. Moves count turns from one file to another in the training thread; in a
+# node they depend on who waits for whom.
+CEILINGS = {
+    "construction": {"files": 74, "functions": 411, "moves": 475},
+    "backward between nodes": {"files": 30, "functions": 127, "moves": 60},
+    "backward in a node": {"files": 15, "functions": 70, "moves": 60},
+    "one delta": {"files": 49, "functions": 272, "moves": 285},
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "names"),
+    [(1, ["construction", "backward between nodes", "one delta"]), (2, ["backward in a node"])],
+)
+def test_an_operation_enters_no_more_files(ranks_per_node, names):
+    program = str(Path(__file__).parents[1] / "support" / "journeys.py")
+    how = ["run", "-n", "2", "--ranks-per-node", str(ranks_per_node), program]
+    run = started("daso", *how, str(ranks_per_node))
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[0])
+    for name in names:
+        for count, ceiling in CEILINGS[name].items():
+            assert 0 < found[name][count] <= ceiling, f"{count} of {name}"
