@@ -244,7 +244,8 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
                     seen.add(path.name, int(pid))
             ended, orphaned = seen.ended()
             lost = lost or orphaned
-            if ended and not first and not orphaned:  # else an abort ended all at once
+            # An abort ends all at once.
+            if ended and not first and (not lost or len(ended) < len(seen.ranks)):
                 first = f"; rank {' and rank '.join(ended)} ended first"
             # It may still print what ranks said, to a reader that is slow.
             if lost and _goes_on(process, ORPHANED_SECONDS) and _has_reader():

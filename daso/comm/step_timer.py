@@ -108,6 +108,11 @@ class StepTimer:
         """Return for how long nothing was computed since steps waited for other nodes."""
         return self.idle_seconds(trace.WAIT_INTER_NODE) - self.meeting_seconds
 
+    def steps(self) -> list[float]:
+        """Return the seconds of the steps that `take_steps` returns next."""
+        self._read()
+        return list(self._steps)
+
     def take_steps(self) -> list[float]:
         """Return the seconds of every step since the last call, without waits for other nodes."""
         self._read()

@@ -159,6 +159,8 @@ class Auto:
             back = sync.wide and cost > NARROW_COST
             wide = not back and (sync.wide or cost <= WIDE_COST)
             sync = replace(sync, wide=wide, settled=back)
+            if back:  # 4 bits may cost little enough
+                return replace(state, sync=sync)
         more = cost * (MEASURE_EVERY - state.batch % MEASURE_EVERY)  # until the next measurement
         most = before.start * START_COST / START_BATCHES
         started = state.batch >= before.start or spent + more > most
@@ -181,7 +183,8 @@ class Auto:
         if cheap and (untried or gradients <= FASTER * least):
             least = min(least, gradients)
             sync = replace(sync, cost=None, began=state.batch, measured=state.batch)
-            sync = replace(sync, gradients=least)
+            # What gradients take is estimated for 4 bits.
+            sync = replace(sync, gradients=least, wide=sync.wide and sync.settled)
             return replace(state, skip=1, wait=0, hidden=True, sync=sync)
         state = replace(state, sync=replace(sync, gradients=least))
         wait = min(self._wait(state, measurements, NORMALIZED_MARGIN), self._most_wait(state))

@@ -109,6 +109,16 @@ class Exchange:
     elastic: bool = False
     keep_local: tuple[str, ...] = ()
 
+    def check_kept(self, names: Sequence[str]) -> None:
+        """Raise unless each pattern of ``keep_local`` matches a buffer or frozen parameter."""
+        for pattern in self.keep_local:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                known = ", ".join(names[:3]) or "none: pass module="
+                raise ConfigError(
+                    f"Exchange.keep_local must name buffers or frozen parameters of the module, "
+                    f"but {pattern!r} names none; it has {known}{', ...' if len(names) > 3 else ''}"
+                )
+
     def keeps_own(self, name: str) -> bool:
         """Return whether a buffer or frozen parameter stays each rank's own."""
         return any(fnmatchcase(name, pattern) for pattern in self.keep_local)

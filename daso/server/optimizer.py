@@ -124,6 +124,9 @@ class ParameterServer(torch.optim.Optimizer):
             check("model", model, MODULE)
             check("optimizer_factory", optimizer_factory, FACTORY)
             check("topology", topology, either(instance_of(Topology), NONE))
+            if exchange is not None:
+                every = (*model.named_parameters(), *model.named_buffers())
+                exchange.check_kept([name for name, one in every if not one.requires_grad])
             plan = Plan(
                 mode=mode,
                 staleness=staleness,
@@ -157,6 +160,7 @@ class ParameterServer(torch.optim.Optimizer):
             frozenset,
             Ranks(
                 partial(gather_unlike, self._topology, timeout_seconds=limit),
+                self._average,
                 self._average,
                 None,
                 plan.exchange.keeps_own,

@@ -89,10 +89,9 @@ class Coordinator:
         self.channels, self.metrics = channels, metrics
         keeps_own = channels.settings.exchange.keeps_own
         average = partial(self._average_over, topology)
-        shards = self._average_unlike if replicas is not topology else None
-        self.others = OtherTensors(
-            trained, elsewhere, Ranks(self._unlike, average, shards, keeps_own, self.leads)
-        )
+        differ = self._differ if replicas is not topology and topology.nodes > 1 else None
+        ranks = Ranks(self._unlike, average, self.average, differ, keeps_own, self.leads)
+        self.others = OtherTensors(trained, elsewhere, ranks)
         self.ddps = DdpFinder(param for _, param in trained.named)
         self.compares_batches = True  # once, before any gradient is averaged
         self._rates_told = False
@@ -321,11 +320,6 @@ class Coordinator:
         Collective over the world; blocking.
         """
         self._average_over(self._replicas, tensors)
-
-    def _average_unlike(self, shards: list[torch.Tensor]) -> None:
-        """Set parts to their means where they differ between nodes. Collective; blocking."""
-        if self._differ(checksum(shards)):
-            self.average(shards)
 
     def _average_over(self, ranks: Topology, tensors: list[torch.Tensor]) -> None:
         with self.metrics.watch.waiting(trace.WAIT_INTER_NODE, of_step=False):

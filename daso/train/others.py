@@ -1,6 +1,7 @@
 """Makes equal what a module holds and no wrapped optimizer trains: buffers, frozen parameters."""
 
 import logging
+import zlib
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,15 +27,18 @@ class Ranks:
     Args:
         unlike: Returns every rank's value, or one alone where all are alike. Collective; blocking.
         average: Sets tensors to their means over all ranks. Collective; blocking.
-        average_shards: Sets them to their means over the ranks that hold the same parts, where
-            these differ on some; None: nothing is sharded. Collective over the world; blocking.
+        average_shards: Sets them to their means over the ranks that hold the same parts. Collective
+            over the world; blocking.
+        shards_differ: Returns whether these ranks have other numbers, on any lane. Collective over
+            the world; blocking. None: nothing is sharded, or no other rank holds the same.
         keeps_own: Tells which tensors, by name, stay each rank's own.
         says: This rank warns.
     """
 
     unlike: Callable[[dict[str, str]], Sequence[dict[str, str]]]
     average: Callable[[list[torch.Tensor]], None]
-    average_shards: Callable[[list[torch.Tensor]], None] | None
+    average_shards: Callable[[list[torch.Tensor]], None]
+    shards_differ: Callable[[float], bool] | None
     keeps_own: Callable[[str], bool]
     says: bool
 
@@ -70,12 +74,11 @@ class OtherTensors:
         """
         self.average(self.apart())
         self._frozen.note_equal([name for name, _ in self._frozen.named()])
+        self._frozen.note_equal([name for name, _ in self._frozen.shards()])
 
     def apart(self) -> Others:
         """Return the tensors that ranks may hold differently. Collective; blocking."""
-        keeps_own = self._ranks.keeps_own
-        shards = [one for name, one in self._frozen.shards() if not keeps_own(name)]
-        return Others(self._buffers(), self._frozen_apart(), shards)
+        return Others(self._buffers(), self._frozen_apart(), self._shards_apart())
 
     def average(self, others: Others) -> None:
         """Set tensors to their means; infinite values of observers on some ranks do not count.
@@ -86,7 +89,7 @@ class OtherTensors:
         if len(self._ranks.unlike({"masks": f"{masks:.0f}"})) > 1:  # masks of -inf are alike
             mend_buffers(others.buffers, self._ranks.average)
         self._ranks.average([*others.buffers, *others.frozen])
-        if self._ranks.average_shards is not None:
+        if others.shards:
             self._ranks.average_shards(others.shards)
 
     def mend(self) -> None:
@@ -104,10 +107,19 @@ class OtherTensors:
         ]
         return common_tensors(named, self._ranks.unlike, self._told, says=self._ranks.says)
 
+    def _shards_apart(self) -> list[torch.Tensor]:
+        """Return this rank's parts of frozen parameters where some differ between nodes."""
+        keeps_own, differ = self._ranks.keeps_own, self._ranks.shards_differ
+        named = [one for one in self._frozen.shards() if not keeps_own(one[0])]
+        if differ is None or not named:
+            return []
+        digest = zlib.crc32(repr(self._frozen.digests(named)).encode())
+        return [tensor for _, tensor in named] if differ(float(digest)) else []
+
     def _frozen_apart(self) -> list[torch.Tensor]:
         digests = {
             name: digest
-            for name, digest in self._frozen.digests().items()
+            for name, digest in self._frozen.digests(self._frozen.named()).items()
             if not self._ranks.keeps_own(name)
         }
         everyones = self._ranks.unlike(digests)

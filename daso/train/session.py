@@ -255,6 +255,7 @@ class Session:
         forget(self)
         self._open(sync.metrics, *acts, looked=looked)
         if self._sync is not None:
+            self._sync.writes.history = sync.writes.history
             self._sync.take_gradients_of(sync, averaged=fresh)
 
     # --- one step ----------------------------------------------------------------------------
@@ -341,7 +342,7 @@ class Session:
         self._learn(measurements)
         self._follow_writes()
         if self._sync is not None:
-            self._sync.mark_writes()
+            self._sync.mark_writes(has_modes=_has_modes(self.inner))
 
     def _averaged(self, closure: Closure) -> Closure:
         """Return a closure whose loss is the same on all ranks whose gradients are averaged.
@@ -456,6 +457,8 @@ class Session:
 
     def _perform(self, acts: Sequence[Action], state: State) -> None:
         measurements = None
+        if self._exchanges is not None:
+            self._exchanges.note_writes()
         try:
             if self._sync is not None:
                 measurements = self._sync.perform(acts, state)
@@ -464,7 +467,7 @@ class Session:
         self._learn(measurements)
         self._follow_writes()
         if self._sync is not None:
-            self._sync.mark_writes()
+            self._sync.mark_writes(has_modes=_has_modes(self.inner))
 
     def _learn(self, measurements: Measurements | None) -> None:
         """Let the policy choose by what an exchange told."""
@@ -548,7 +551,7 @@ class Session:
         self._sync.look_for_slowest(self.schedule)
         self._sync.equalize(self.schedule)
         self._sync.coordinator.others.equalize()
-        self._sync.mark_writes()
+        self._sync.mark_writes(has_modes=_has_modes(self.inner))
         # `eval()` of a schedule-free optimizer makes parameters out of its state.
         if optimizer_state or _has_modes(self.inner):
             self._sync.coordinator.join()
@@ -636,13 +639,14 @@ class Session:
 
     def report(self) -> Report:
         """Return what was chosen and what happened so far, on this rank."""
+        chooses = self.setup.settings.gradients.wire == "auto"
         report: dict[str, Any] = {
             **self._choices(),
             "batches": self.schedule.batch,
             "in_flight": self.schedule.sent is not None,
             "skip_history": list(self._history.skip),
             "small_history": list(self._history.small),
-            "wide_history": list(self._history.wide),
+            "wide_history": list(self._history.wide) if chooses else [(0, False)],
             "skip_because": self._why(),
             "gain": self.schedule.gain,
             "measurements": asdict(self.schedule.measurements),

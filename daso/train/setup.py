@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -79,13 +78,7 @@ class Setup:
     def _check_kept_names(self, inner: torch.optim.Optimizer) -> None:
         """Refuse names of `Exchange.keep_local` that no buffer or frozen parameter has."""
         names = [name for name, _ in Trained.by(inner, self.module).others()]
-        for pattern in self.settings.exchange.keep_local:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                known = ", ".join(names[:3]) or "none: pass module="
-                raise ConfigError(
-                    f"Exchange.keep_local must name buffers or frozen parameters of the module, "
-                    f"but {pattern!r} names none; it has {known}{', ...' if len(names) > 3 else ''}"
-                )
+        self.settings.exchange.check_kept(names)
 
     def start(self) -> State:
         """Return the schedule's state before the first batch."""

@@ -221,7 +221,6 @@ class Synchronizer:
         plan = self.averaging.plan(between=between)
         if plan != self.buckets.reduce_plan:  # what was averaged was not as it is from now on
             self.buckets.fresh = False
-            self.channels.watchdog.rounds = 0  # nodes of one rank count none by themselves
         self.buckets.reduce_plan = plan
 
     # --- one step ----------------------------------------------------------------------------
@@ -241,7 +240,10 @@ class Synchronizer:
             self.layers.begin()
 
     def _count_round(self) -> None:
-        self.channels.watchdog.rounds += 1
+        """Count an average over all ranks: of those of nodes, others may have more."""
+        apart = self.metrics.scales_apart or not self.averaging.synchronous
+        if self.topology.rank_info.nodes == 1 or not apart:
+            self.channels.watchdog.rounds += 1
 
     def _gradient_made(self, index: int | None) -> None:
         """Keep a gradient that the program may change before the step; see `GradientScaleMeter`."""
@@ -270,7 +272,7 @@ class Synchronizer:
         Collective over the world; blocking.
         """
         if self.exchanges is not None and state.synchronous:
-            seconds = self.metrics.watch.take_steps()
+            seconds = self.metrics.watch.steps()
             everyones = self.coordinator.gather(statistics.median(seconds) if seconds else 0.0)
             slowest, rank = max((one, rank) for rank, one in enumerate(everyones))
             host = self.topology.liveness.hosts[rank]
@@ -472,10 +474,14 @@ class Synchronizer:
             self._tuner.after_step(state.batch, state.wait)
         return measurements
 
-    def mark_writes(self) -> None:
-        """Let writes to parameters count as the program's from now on."""
+    def mark_writes(self, *, has_modes: bool) -> None:
+        """Let writes to parameters count as the program's from now on.
+
+        Args:
+            has_modes: The inner optimizer writes parameters for evaluating, and back.
+        """
         if self.exchanges is not None:
-            self.writes.mark(by_layers=self.averaging.by_layers)
+            self.writes.mark(by_layers=self.averaging.by_layers or has_modes)
 
     def pass_batch(self, state: State, *, aside: bool) -> None:
         """Go on to a batch in which nothing is due here; gradients stay on this rank if aside."""

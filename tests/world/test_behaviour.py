@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from jobs import slowness
+from models import Stays
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +14,7 @@ from worlds import SEVERAL_NODES
 
 import daso
 from daso.comm.engine import Engine
+from daso.comm.health.step_watchdog import LATE_SECONDS
 from daso.errors import (
     ConfigError,
     ExchangeError,
@@ -21,6 +23,7 @@ from daso.errors import (
     StallError,
     TopologyError,
 )
+from daso.plan.schedule import MEASURE_EVERY
 
 PHASES = [daso.Fixed(1, 0), daso.Fixed(4, 0), daso.Fixed(4, 1), daso.Fixed(4, 4, warmup=50)]
 
@@ -883,7 +886,8 @@ def test_a_backward_more_on_one_rank_is_named(topology, rank_info, policy):
     train(topology, model, optimizer, 3)
     if rank_info.rank == 0:
         model(torch.ones(4, 4)).sum().backward()
-    if rank_info.world_size == 1 or (policy.skip > 1 and not node):
+    # Between exchanges nodes may differ.
+    if rank_info.world_size == 1 or (policy.skip > 1 and (rank_info.nodes > 1 or not node)):
         train(topology, model, optimizer, 3, first=3)
         optimizer.synchronize()
     else:
@@ -911,3 +915,33 @@ def test_a_slow_node_is_named_on_every_rank(topology, rank_info, policy):
         assert slowest["host"]
         assert topology.world_comm.allgather(rank_info.node)[slowest["rank"]] == slow
         assert slowest["step_seconds"] > 0.04 > slowest["fastest_seconds"]
+
+
+@pytest.mark.nodes((2, 2))
+def test_nodes_may_call_backward_differently_often_between_exchanges(topology, rank_info):
+    """A rank that is late to an exchange is no rank that will never come."""
+    model = small()
+    with wrap(topology, model, policy=daso.Fixed(4, 1)) as optimizer:
+        for step in range(5):
+            optimizer.zero_grad()
+            for _ in range(2 - rank_info.node):
+                model(torch.full((4, 4), float(step))).square().mean().backward()
+            if step == 4 and rank_info.rank == 0:
+                time.sleep(2.5 * LATE_SECONDS)
+            optimizer.step()
+        optimizer.synchronize()
+    assert topology.equal_on_all_ranks(bits(model))
+
+
+@pytest.mark.nodes((1, 1))
+def test_an_evaluation_is_no_step_of_the_next_measurement(topology):
+    model = small()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with daso.DASO(inner, module=model, topology=topology, policy=Stays()) as optimizer:
+        train(topology, model, optimizer, MEASURE_EVERY - 1)
+        optimizer.synchronize()
+        time.sleep(1.0)
+        train(topology, model, optimizer, 1, first=MEASURE_EVERY - 1)
+        found = [one for one in optimizer.report()["events"] if one["kind"] == "measured"]
+    assert found[-1]["batch"] == MEASURE_EVERY
+    assert found[-1]["step_seconds"] < 0.5

@@ -1213,6 +1213,21 @@ def test_parameters_for_evaluating_are_the_same_on_all_ranks(topology, rank_info
         inner.train()
 
 
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_parameters_for_evaluating_are_no_new_start(topology, rank_info, said):
+    model = network()
+    inner = ScheduleFree(model.parameters(), lr=0.01)
+    with wrap(topology, model, inner, policy=daso.Fixed(4, 2)) as optimizer:
+        for number in range(270):
+            step(optimizer, model, rank_info, number)
+            if number % 130 == 121:
+                optimizer.synchronize()
+                inner.eval()
+                inner.train()
+        optimizer.synchronize()
+    assert not on_rank_0(topology, said("wrote parameters between steps"))
+
+
 class Coded(torch.optim.Optimizer):
     """Momentum whose values are kept as 8-bit codes and a scale."""
 
@@ -1325,6 +1340,55 @@ def test_projections_behind_steps_are_no_new_start(topology, rank_info, every, s
                     for p in model.parameters():
                         p.clamp_(-0.05, 0.05)
         optimizer.synchronize()
+    assert not on_rank_0(topology, said("wrote parameters between steps"))
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("again", ["end_epoch", "synchronize"])
+def test_a_load_between_two_meetings_is_a_new_start(topology, rank_info, again, said):
+    model = network()
+    first = copy.deepcopy(model.state_dict())
+    inner, policy = sgd(model), daso.Fixed(4, 2)
+    with wrap(
+        topology, model, inner, policy=policy, wire="fp32", outer=outer_nesterov
+    ) as optimizer:
+        for number in range(9):
+            step(optimizer, model, rank_info, number)
+        optimizer.synchronize()
+        model.load_state_dict(first)
+        if again == "end_epoch":
+            optimizer.end_epoch(1.0)
+        else:
+            optimizer.synchronize()
+        inner.param_groups[0]["lr"] = 0.0
+        for number in range(9, 24):
+            step(optimizer, model, rank_info, number)
+        optimizer.synchronize()
+        for name, its in first.items():
+            assert torch.allclose(model.state_dict()[name], its, rtol=0, atol=1e-6), name
+    assert on_rank_0(topology, said("wrote parameters between steps")) == 1
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_projections_are_no_new_start_in_a_resumed_run(topology, rank_info, said):
+    """And it goes on to the same bits."""
+    policy, ends = daso.Fixed(4, 2), []
+    for saves in (False, True):
+        model = network()
+        saved = None
+        for start, stop in ((0, 9), (9, 18)) if saves else ((0, 18),):
+            with wrap(topology, model, policy=policy, wire="fp32") as optimizer:
+                if saved is not None:
+                    model.load_state_dict(saved[0])
+                    optimizer.load_state_dict(saved[1])
+                for number in range(start, stop):
+                    step(optimizer, model, rank_info, number)
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p.clamp_(-0.2, 0.2)
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        ends.append(bits(model))
+    assert equal(*ends)
     assert not on_rank_0(topology, said("wrote parameters between steps"))
 
 

@@ -273,10 +273,10 @@ class Exchanges:
 
     def note_writes(self, *, goes_on: bool = False) -> None:
         """Remember that the program wrote parameters, until all nodes start from them."""
-        if self._writes.changed(goes_on=goes_on) and (
-            self._flight is not None or self._state.batches
-        ):
-            self._local.written = True  # before, nothing of the old parameters was sent
+        change = self._writes.changed(goes_on=goes_on)
+        # Before the first exchange nothing of the old parameters is under way.
+        if change == "loaded" or (change and (self._flight is not None or self._state.batches)):
+            self._local.written = True
 
     def send_small(self, batch: int) -> None:
         """Start an exchange of small tensors alone, of which nothing is measured.
@@ -597,6 +597,7 @@ class Exchanges:
             "local": asdict(self._local),
             "core_loss": self._core_loss.state(),
             "gradient_scale": self.gradient_scale and self.gradient_scale.state(),
+            "writes": self._writes.history,
             "flight": flight and pack(flight),
             "route": self.channels.route and stored(self.channels.route),
             "costs": self.channels.costs and asdict(self.channels.costs),
@@ -622,6 +623,8 @@ class Exchanges:
         local = copy.deepcopy(state["local"])  # lists are the caller's
         fresh = {"measured": Tally(**local["measured"]), "marked": None}
         self._local = LocalMeasurements(**local | fresh)
+        if "writes" in state:
+            self._writes.history = state["writes"]
         self._core_loss.load(state.get("core_loss", {"loss": None, "others": 0.0}))
         if self.gradient_scale is not None and state.get("gradient_scale"):
             self.gradient_scale.load(state["gradient_scale"])

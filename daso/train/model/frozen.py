@@ -28,7 +28,8 @@ class FrozenParameters:
 
     def __init__(self, trained: Trained, elsewhere: Callable[[], Container[int]]) -> None:
         self._trained, self._elsewhere = trained, elsewhere
-        self._writes = {name: writes_of(tensor) for name, tensor in self.named()}
+        everything = (*self.named(), *self.shards())
+        self._writes = {name: writes_of(tensor) for name, tensor in everything}
 
     def named(self) -> Named:
         """Return names and parameters that every rank has whole."""
@@ -50,10 +51,10 @@ class FrozenParameters:
             and not is_unfit(tensor)
         ]
 
-    def digests(self) -> dict[str, str]:
+    def digests(self, named: Named) -> dict[str, str]:
         """Return a digest of each parameter by name."""
         found = {}
-        for name, tensor in self.named():
+        for name, tensor in named:
             flat = tensor.detach().reshape(-1)
             whole = self._writes.get(name) != writes_of(tensor)
             part = flat if whole else flat[:: max(1, flat.numel() // SAMPLE)]
@@ -62,5 +63,5 @@ class FrozenParameters:
 
     def note_equal(self, names: Container[str]) -> None:
         """Note that all ranks hold the same values of these."""
-        now = {name: writes_of(tensor) for name, tensor in self.named() if name in names}
-        self._writes |= now
+        everything = (*self.named(), *self.shards())
+        self._writes |= {name: writes_of(one) for name, one in everything if name in names}

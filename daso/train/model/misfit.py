@@ -16,7 +16,8 @@ class Misfit(IntEnum):
     SETUP = 3
     MODEL = 4
     WORLD = 5
-    NOTHING = 6
+    UNOPENED = 6
+    NOTHING = 7
 
 
 _WORDS = {
@@ -31,14 +32,17 @@ _WORDS = {
         "the state of other ranks or nodes",
         "call synchronize(optimizer_state=True) before saving, and nothing is lost by that",
     ),
+    Misfit.UNOPENED: ("the state of a copy before its first step", "save it behind a step"),
     Misfit.NOTHING: ("a state without daso's part", "save state_dict() of daso's optimizer"),
 }
 
 
 def misfit(state: Mapping[str, Any] | None, shape: Mapping[str, Any] | None) -> Misfit:
     """Return why a state does not fit a session of this shape on this rank."""
-    if state is None or state["shape"] is None or shape is None:
+    if state is None:
         return Misfit.NOTHING
+    if state["shape"] is None or shape is None:
+        return Misfit.UNOPENED
     saved = state["shape"]
     reasons = {
         Misfit.WORLD: saved["node_sizes"] != shape["node_sizes"],

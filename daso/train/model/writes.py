@@ -1,7 +1,9 @@
 """Notices that a program writes parameters between steps: a rollback, a reset layer, pruning."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 
@@ -11,15 +13,27 @@ from daso.train.model.params import Trained, writes_of
 __all__ = ["ParameterWrites"]
 
 SAMPLED = 16  # numbers of each parameter that are compared
-PATTERN_STEPS = 100  # writes that come again within so many steps are part of every step
+PATTERN_STEPS = 100  # writes that come again within so many steps are part of training
+
+Change = Literal["", "loaded", "written"]
+
+
+@dataclass
+class History:
+    """When the program wrote."""
+
+    steps: int = 0  # looks so far
+    written: int = -PATTERN_STEPS  # the last one that saw a write
+    window: int = PATTERN_STEPS
 
 
 class ParameterWrites:
     """Compares parameters at the end of a step with those at the beginning of the next.
 
     Some numbers of each parameter are compared; on a device only where torch counted a write, since
-    a comparison blocks. So parameters that are put back are unchanged. A projection behind every
-    step (weight clipping, masks) is no new start, unless the module loads a state.
+    a comparison blocks. So parameters that are put back are unchanged. Writes that come again
+    within 100 steps (weight clipping, masks) are part of training, unless the module loads a state;
+    after each new start by other writes, within twice as many.
 
     Args:
         trained: The parameters, and the module.
@@ -27,11 +41,11 @@ class ParameterWrites:
 
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
-        self._places: list[int] = []  # addresses of the the parameters
+        self._places: list[int] = []  # addresses of the parameters
         self._samples: list[torch.Tensor] = []  # views
         self._mark: tuple[list[tuple[int, int]], torch.Tensor] | None = None
         self._loaded, self._notices_loads = False, False
-        self._step, self._written = 0, -PATTERN_STEPS  # of the last write
+        self._history = History()
         scripted = torch.jit.ScriptModule  # has no such hooks
         modules = [] if trained.module is None else list(trained.module.modules())
         self._handles = [
@@ -44,7 +58,7 @@ class ParameterWrites:
         """Remember the parameters as they are: what is written from now on is the program's.
 
         Args:
-            by_layers: Backward writes parameters too, so that only loads count.
+            by_layers: Others write parameters too (backward, modes): only loads count.
         """
         tensors = [tensor for _, tensor in self._trained.local]
         places = [tensor.data_ptr() for tensor in tensors]
@@ -70,8 +84,8 @@ class ParameterWrites:
             if noticed:
                 self.mark(by_layers=mark is None)
 
-    def changed(self, *, goes_on: bool = False) -> bool:
-        """Return whether the program wrote to parameters since the mark, once.
+    def changed(self, *, goes_on: bool = False) -> Change:
+        """Return whether the program wrote other parameters since the mark, and how; once.
 
         Args:
             goes_on: No step follows: writes from now on count too.
@@ -79,27 +93,44 @@ class ParameterWrites:
         Does not communicate; blocks for a device where torch counted writes.
         """
         mark, noticed = self._mark, self._notices_loads
-        found = noticed and self._is_new_start()
+        found = self._look() if noticed else ""
         self.forget()
         if goes_on and noticed:
             self.mark(by_layers=mark is None)
         return found
 
-    def _is_new_start(self) -> bool:
-        self._step += 1
-        if self._mark is None or not self._differ(*self._mark):
-            return False
-        last, self._written = self._written, self._step
-        return self._loaded or self._step - last >= PATTERN_STEPS
-
-    def _differ(self, writes: list[tuple[int, int]], before: torch.Tensor) -> bool:
+    def _look(self) -> Change:
+        history = self._history
+        history.steps += 1
+        if self._mark is None:
+            return ""
+        writes, before = self._mark
         now = [writes_of(tensor) for _, tensor in self._trained.local]
         if [place for place, _ in now] != self._places:
-            return self._loaded  # a new layout is followed by itself
-        if now == writes and before.device.type != "cpu":
-            return False
+            return "loaded" if self._loaded else ""  # a new layout is followed by itself
+        counted = now != writes
+        if not counted and before.device.type != "cpu":
+            return ""
         # By bits: NaN is equal to itself.
-        return not torch.equal(before.view(torch.uint8), self._sample().view(torch.uint8))
+        differ = not torch.equal(before.view(torch.uint8), self._sample().view(torch.uint8))
+        last, window = history.written, history.window
+        if counted or differ:
+            history.written = history.steps
+        if not differ or self._loaded:
+            return "loaded" if differ else ""
+        if history.steps - last < window:
+            return ""
+        history.window *= 2  # a projection that seldom binds comes again
+        return "written"
+
+    @property
+    def history(self) -> dict[str, int]:
+        """When the program wrote, for who goes on: a resumed run, a session that is set up anew."""
+        return asdict(self._history)
+
+    @history.setter
+    def history(self, history: Mapping[str, int]) -> None:
+        self._history = History(**history)
 
     def _sample(self) -> torch.Tensor:
         return torch.cat(self._samples)

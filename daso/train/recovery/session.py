@@ -434,6 +434,7 @@ class ElasticSession(Session):
         )
         self._take(ours.state)
         metrics = self._metrics or Metrics()
+        metrics.slowest = None  # a rank of the former world
         metrics.scales_apart = True  # should there be GradScalers: they may have counted otherwise
         self._open(metrics)
         if self._sync is not None:

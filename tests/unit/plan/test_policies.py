@@ -423,6 +423,7 @@ def test_the_start_is_longer_on_many_nodes(nodes, cost, left):
         (4_000_001, [0.02] * 9, "48"),
         (4_000_001, [0.02, 0.05, 0.05], "48"),
         (4_000_001, [0.02, 0.051, 0.0, 0.0], "484"),  # tried once
+        (4_000_001, [0.02, 0.9, 0.0], "484"),  # before the phase is left 4 bits are tried again
     ],
 )
 def test_gradients_cross_in_8_bits_where_that_is_cheap(numel, costs, found):
@@ -433,6 +434,7 @@ def test_gradients_cross_in_8_bits_where_that_is_cheap(numel, costs, found):
         state = replace(state, batch=batch)
         state = policy.tune_exchange(state, Measurements(1.0, exposed_seconds=cost))
     wires.append("8" if state.sync.wide else "4")
+    assert state.hidden
     assert "".join(wire for wire, _ in itertools.groupby(wires)) == found
 
 

@@ -13,7 +13,8 @@ FITS = {"shape": SHAPE, "sync": {}}
     [
         (FITS, SHAPE, Misfit.NONE),
         (None, SHAPE, Misfit.NOTHING),
-        (FITS, None, Misfit.NOTHING),
+        (FITS, None, Misfit.UNOPENED),
+        ({"shape": None, "sync": None}, SHAPE, Misfit.UNOPENED),
         (FITS | {"sync": None}, SHAPE, Misfit.ONE_COPY),
         (FITS, SHAPE | {"rank": 1}, Misfit.RANK),
         (FITS, SHAPE | {"setup": "b", "rank": 1}, Misfit.SETUP),
