@@ -96,6 +96,7 @@ class Synchronizer:
             trained, topology, replicas, self.channels, metrics, callbacks.elsewhere
         )
         self.writes = ParameterWrites(trained)
+        self._one_node = topology.rank_info.nodes == 1
         self.over: str | None = None  # why it can do nothing any more
         self.apart = False  # nodes hold other parameters, and the program asked for no mean since
         self._batch = 0  # steps taken
@@ -242,7 +243,7 @@ class Synchronizer:
     def _count_round(self) -> None:
         """Count an average over all ranks: of those of nodes, others may have more."""
         apart = self.metrics.scales_apart or not self.averaging.synchronous
-        if self.topology.rank_info.nodes == 1 or not apart:
+        if self._one_node or not apart:
             self.channels.watchdog.rounds += 1
 
     def _gradient_made(self, index: int | None) -> None:
