@@ -245,7 +245,7 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
             ended, orphaned = seen.ended()
             lost = lost or orphaned
             # An abort ends all at once.
-            if ended and not first and (not lost or len(ended) < len(seen.ranks)):
+            if ended and not first and (not lost or len(ended) == 1 < len(seen.ranks)):
                 first = f"; rank {' and rank '.join(ended)} ended first"
             # It may still print what ranks said, to a reader that is slow.
             if lost and _goes_on(process, ORPHANED_SECONDS) and _has_reader():

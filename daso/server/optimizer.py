@@ -124,9 +124,6 @@ class ParameterServer(torch.optim.Optimizer):
             check("model", model, MODULE)
             check("optimizer_factory", optimizer_factory, FACTORY)
             check("topology", topology, either(instance_of(Topology), NONE))
-            if exchange is not None:
-                every = (*model.named_parameters(), *model.named_buffers())
-                exchange.check_kept([name for name, one in every if not one.requires_grad])
             plan = Plan(
                 mode=mode,
                 staleness=staleness,
@@ -137,6 +134,8 @@ class ParameterServer(torch.optim.Optimizer):
                 transport=transport,
                 exchange=Exchange() if exchange is None else exchange,
             )
+            every = (*model.named_parameters(), *model.named_buffers())
+            plan.exchange.check_kept([name for name, one in every if not one.requires_grad])
         self._topology = default() if topology is None else topology
         self._model, self._plan = model, plan
         limit = plan.exchange.timeout_seconds

@@ -459,6 +459,8 @@ class Session:
         measurements = None
         if self._exchanges is not None:
             self._exchanges.note_writes()
+            if not acts and not state.synchronous:
+                self._exchanges.agree_on_writes()
         try:
             if self._sync is not None:
                 measurements = self._sync.perform(acts, state)

@@ -242,7 +242,8 @@ class Synchronizer:
 
     def _count_round(self) -> None:
         """Count an average over all ranks: of those of nodes, others may have more."""
-        apart = self.metrics.scales_apart or not self.averaging.synchronous
+        apart = self.metrics.scales_apart and self.layers is None
+        apart = apart or not self.averaging.synchronous
         if self._one_node or not apart:
             self.channels.watchdog.rounds += 1
 

@@ -277,6 +277,16 @@ class Exchanges:
         # Before the first exchange nothing of the old parameters is under way.
         if change == "loaded" or (change and (self._flight is not None or self._state.batches)):
             self._local.written = True
+            if change == "written":
+                self._writes.widen()
+
+    def agree_on_writes(self) -> None:
+        """Let nodes start again that need no exchange, where some rank wrote parameters.
+
+        Collective over the world; blocking.
+        """
+        if self.coordinator.extremes(float(self._local.written))[1]:
+            self.restart_due = True
 
     def send_small(self, batch: int) -> None:
         """Start an exchange of small tensors alone, of which nothing is measured.

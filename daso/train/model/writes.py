@@ -13,7 +13,9 @@ from daso.train.model.params import Trained, writes_of
 __all__ = ["ParameterWrites"]
 
 SAMPLED = 16  # numbers of each parameter that are compared
-PATTERN_STEPS = 100  # writes that come again within so many steps are part of training
+# Writes that come again within so many steps are part of training; after new starts by such writes,
+# within more.
+PATTERN_STEPS, MOST_PATTERN_STEPS = 100, 400
 
 Change = Literal["", "loaded", "written"]
 
@@ -23,7 +25,8 @@ class History:
     """When the program wrote."""
 
     steps: int = 0  # looks so far
-    written: int = -PATTERN_STEPS  # the last one that saw a write
+    written: int = -PATTERN_STEPS  # the last one that saw other parameters
+    counted: int = -PATTERN_STEPS  # the last one before which torch counted a write
     window: int = PATTERN_STEPS
 
 
@@ -33,7 +36,7 @@ class ParameterWrites:
     Some numbers of each parameter are compared; on a device only where torch counted a write, since
     a comparison blocks. So parameters that are put back are unchanged. Writes that come again
     within 100 steps (weight clipping, masks) are part of training, unless the module loads a state;
-    after each new start by other writes, within twice as many.
+    after each new start by other writes, within twice as many, 400 at most.
 
     Args:
         trained: The parameters, and the module.
@@ -44,14 +47,15 @@ class ParameterWrites:
         self._places: list[int] = []  # addresses of the parameters
         self._samples: list[torch.Tensor] = []  # views
         self._mark: tuple[list[tuple[int, int]], torch.Tensor] | None = None
-        self._loaded, self._notices_loads = False, False
+        self._loaded, self._load_differs = False, False  # since the mark
+        self._notices, self._by_layers = False, False
         self._history = History()
         scripted = torch.jit.ScriptModule  # has no such hooks
         modules = [] if trained.module is None else list(trained.module.modules())
+        plain = [one for one in modules if not isinstance(one, scripted)]
         self._handles = [
-            one.register_load_state_dict_pre_hook(Hook(self._note_load))
-            for one in modules
-            if not isinstance(one, scripted)
+            *(one.register_load_state_dict_pre_hook(Hook(self._note_load)) for one in plain),
+            *(one.register_load_state_dict_post_hook(Hook(self._note_loaded)) for one in plain),
         ]
 
     def mark(self, *, by_layers: bool = False) -> None:
@@ -60,29 +64,31 @@ class ParameterWrites:
         Args:
             by_layers: Others write parameters too (backward, modes): only loads count.
         """
+        self._loaded, self._load_differs, self._notices = False, False, True
+        self._by_layers = by_layers
+        self._mark = None if by_layers else self._snapshot()
+
+    def _snapshot(self) -> tuple[list[tuple[int, int]], torch.Tensor]:
         tensors = [tensor for _, tensor in self._trained.local]
         places = [tensor.data_ptr() for tensor in tensors]
         if places != self._places:
             self._places, self._samples = places, [_sample_of(tensor) for tensor in tensors]
-        self._loaded, self._notices_loads = False, True
-        self._mark = None
-        if not by_layers:
-            self._mark = [writes_of(tensor) for tensor in tensors], self._sample()
+        return [writes_of(tensor) for tensor in tensors], self._sample()
 
     def forget(self) -> None:
         """Let what is written until the next mark count as no write."""
-        self._mark, self._notices_loads = None, False
+        self._mark, self._notices = None, False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let writes inside not count: parameters are others there, and put back behind it."""
-        mark, noticed = self._mark, self._notices_loads
+        noticed = self._notices
         self.forget()
         try:
             yield
         finally:
             if noticed:
-                self.mark(by_layers=mark is None)
+                self.mark(by_layers=self._by_layers)
 
     def changed(self, *, goes_on: bool = False) -> Change:
         """Return whether the program wrote other parameters since the mark, and how; once.
@@ -92,11 +98,11 @@ class ParameterWrites:
 
         Does not communicate; blocks for a device where torch counted writes.
         """
-        mark, noticed = self._mark, self._notices_loads
+        noticed = self._notices
         found = self._look() if noticed else ""
         self.forget()
         if goes_on and noticed:
-            self.mark(by_layers=mark is None)
+            self.mark(by_layers=self._by_layers)
         return found
 
     def _look(self) -> Change:
@@ -108,20 +114,29 @@ class ParameterWrites:
         now = [writes_of(tensor) for _, tensor in self._trained.local]
         if [place for place, _ in now] != self._places:
             return "loaded" if self._loaded else ""  # a new layout is followed by itself
+        if self._by_layers:
+            return "loaded" if self._load_differs else ""
         counted = now != writes
+        again = counted and history.counted == history.steps - 1  # a projection behind every step
+        if counted:
+            history.counted = history.steps
         if not counted and before.device.type != "cpu":
             return ""
-        # By bits: NaN is equal to itself.
-        differ = not torch.equal(before.view(torch.uint8), self._sample().view(torch.uint8))
-        last, window = history.written, history.window
-        if counted or differ:
-            history.written = history.steps
-        if not differ or self._loaded:
+        differ = self._differs(before)
+        if self._loaded:
             return "loaded" if differ else ""
-        if history.steps - last < window:
-            return ""
-        history.window *= 2  # a projection that seldom binds comes again
-        return "written"
+        last = history.written
+        if differ or again:
+            history.written = history.steps
+        return "written" if differ and history.steps - last >= history.window else ""
+
+    def _differs(self, before: torch.Tensor) -> bool:
+        # By bits: NaN is equal to itself.
+        return not torch.equal(before.view(torch.uint8), self._sample().view(torch.uint8))
+
+    def widen(self) -> None:
+        """Take writes for part of training that come again as late as the last did, about."""
+        self._history.window = min(2 * self._history.window, MOST_PATTERN_STEPS)
 
     @property
     def history(self) -> dict[str, int]:
@@ -136,10 +151,13 @@ class ParameterWrites:
         return torch.cat(self._samples)
 
     def _note_load(self) -> None:
-        if self._notices_loads:
-            if self._mark is None:
-                self.mark()
+        if self._notices:
+            self._mark = self._mark or self._snapshot()
             self._loaded = True
+
+    def _note_loaded(self) -> None:
+        if self._notices and self._by_layers and self._mark is not None:
+            self._load_differs = self._differs(self._mark[1])
 
     def close(self) -> None:
         """Take the hooks off; idempotent."""

@@ -436,8 +436,13 @@ class ElasticSession(Session):
         metrics = self._metrics or Metrics()
         metrics.slowest = None  # a rank of the former world
         metrics.scales_apart = True  # should there be GradScalers: they may have counted otherwise
+        former = moving.former
+        history = None if former is None else former.writes.history
+        history = first_value(self.topology, history, limit)
         self._open(metrics)
         if self._sync is not None:
+            if history is not None:
+                self._sync.writes.history = history
             if ours.state.synchronous:
                 self._sync.coordinator.join()
             self._sync.go_on_from(moving.former)

@@ -18,6 +18,7 @@ def steps(tensor, count, write):
         write(step)
         if writes.changed():
             found.append(step)
+            writes.widen()
     return found
 
 
@@ -44,6 +45,30 @@ def test_writes_far_apart_are_new_starts_that_get_rarer(by_data):
             (tensor.data if by_data else tensor).mul_(0.5)
 
     assert steps(tensor, 1000, write) == [150]
+
+
+def test_rare_writes_are_new_starts_for_ever():
+    tensor = torch.zeros(40)
+
+    def write(step):
+        if step and step % 450 == 0:
+            tensor.mul_(0.5)
+
+    assert steps(tensor, 2000, write) == [450, 900, 1350, 1800]
+
+
+def test_parameters_that_are_swapped_hide_no_new_start():
+    tensor = torch.arange(40.0)
+
+    def write(step):
+        if step % 90 == 5:
+            kept = tensor.clone()
+            tensor.zero_()
+            tensor.copy_(kept)
+        if step == 500:
+            tensor.fill_(-1.0)
+
+    assert steps(tensor, 700, write) == [500]
 
 
 def test_two_writes_far_apart_are_two_new_starts():
