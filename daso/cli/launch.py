@@ -229,6 +229,10 @@ def _interrupt(process: "subprocess.Popen[bytes]") -> None:
         process.send_signal(signal.SIGINT)
 
 
+KILLED = "; what mpirun starts ranks by was killed"
+LOST = 255  # code of a mpirun that lost what it starts ranks by
+
+
 def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
     """Wait for mpirun to end, and see which rank ends first.
 
@@ -249,11 +253,13 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
                 first = f"; rank {' and rank '.join(ended)} ended first"
             # It may still print what ranks said, to a reader that is slow.
             if lost and _goes_on(process, ORPHANED_SECONDS) and _has_reader():
-                first = first or "; what mpirun starts ranks by was killed"
+                first = first or KILLED
                 seen.kill_ranks()
                 process.kill()
                 return first
     code = process.wait()
+    if lost and code == LOST:
+        first = first or KILLED
     return first if code >= 0 else f"; {signal.Signals(-code).name} ended mpirun"
 
 
