@@ -109,14 +109,13 @@ class StepTimer:
         return self.idle_seconds(trace.WAIT_INTER_NODE) - self.meeting_seconds
 
     def steps(self) -> list[float]:
-        """Return the seconds of the steps that `take_steps` returns next."""
+        """Return the seconds of each step since the last `take_steps`."""
         self._read()
         return list(self._steps)
 
     def take_steps(self) -> list[float]:
         """Return the seconds of every step since the last call, without waits for other nodes."""
-        self._read()
-        steps = list(self._steps)
+        steps = self.steps()
         self._steps.clear()
         return steps
 

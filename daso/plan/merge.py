@@ -88,7 +88,7 @@ def merge_rule(
         waited: Batches since the exchange was sent.
         nodes: Number of nodes.
         keeps: Whether local work since then is kept whole, as `keeps_local` said.
-        settles: All nodes agree right after it: an old mean would only take work back.
+        settles: A blocking exchange follows: a weighted merge would only undo later work.
     """
     check_merge(merge)
     if waited == 0:

@@ -56,7 +56,7 @@ class Action(Enum):
     SEND_ALL = "send_all"  # start an exchange of all that is not agreed yet
     SEND_SMALL = "send_small"  # start an exchange of small tensors alone
     RECEIVE = "receive"  # finish the exchange in flight and merge it
-    SETTLE = "settle"  # the same before SEND_ALL, which carries all that nodes did since
+    SETTLE = "settle"  # RECEIVE before SEND_ALL: later work stays whole
     JOIN = "join"  # nodes go in step from here: average the inner optimizer's state
     MEASURE = "measure"  # agree on how long synchronous steps stand still for others
 
@@ -105,7 +105,7 @@ class SyncPhase:
     # Least estimate of the seconds of gradients over those of a step, soon after it was left.
     gradients: float = 0.0
     wide: bool = False  # gradients cross in 8 bits
-    settled: bool = False  # and that does not change any more
+    settled: bool = False  # `wide` is final
 
 
 @dataclass(frozen=True, slots=True)

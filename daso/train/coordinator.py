@@ -1,6 +1,7 @@
 """Where all ranks meet: what they check, wait for and average together, beside parameters."""
 
 import logging
+import statistics
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from daso.comm.topology import Topology
 from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
 from daso.plan.step_restoration import rate_of
 from daso.train.channels import Channels
-from daso.train.metrics import Metrics
+from daso.train.metrics import Metrics, Slowest
 from daso.train.misuse import checksum, first_nonfinite, gradient_checksum
 from daso.train.model.params import Trained, broadcast, check_sharding
 from daso.train.model.shards import is_sharded, local_part
@@ -95,6 +96,19 @@ class Coordinator:
         self.ddps = DdpFinder(param for _, param in trained.named)
         self.compares_batches = True  # once, before any gradient is averaged
         self._rates_told = False
+
+    def look_for_slowest(self) -> None:
+        """Agree on the rank with the longest steps. Collective over the world; blocking."""
+        seconds = self.metrics.watch.steps()
+        everyones = self.gather(statistics.median(seconds) if seconds else 0.0)
+        slowest, rank = max((one, rank) for rank, one in enumerate(everyones))
+        if min(everyones) > 0:
+            self.note_slowest(rank, slowest, fastest_seconds=min(everyones))
+
+    def note_slowest(self, rank: int, seconds: float, *, fastest_seconds: float) -> None:
+        """Keep the rank with the longest steps for the report."""
+        host = self.topology.liveness.hosts[rank]
+        self.metrics.slowest = Slowest(host, rank, seconds, fastest_seconds)
 
     def wait(self, handle: WorkHandle[Result], *, of_step: bool = True) -> Result:
         """Block until work is over and return its result; standing still is exposed time.

@@ -108,7 +108,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Slowest:
-    """The rank whose steps take longest, waits for other nodes apart: its node holds up others."""
+    """The rank with the longest steps, without waits for other nodes."""
 
     host: str
     rank: int

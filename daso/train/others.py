@@ -1,4 +1,4 @@
-"""Makes equal what a module holds and no wrapped optimizer trains: buffers, frozen parameters."""
+"""Averages buffers and frozen parameters, which no wrapped optimizer trains, over all ranks."""
 
 import logging
 import zlib
@@ -22,7 +22,7 @@ logger = logging.getLogger("daso")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What ranks do together.
+    """Collective operations that `OtherTensors` needs.
 
     Args:
         unlike: Returns every rank's value, or one alone where all are alike. Collective; blocking.
@@ -44,7 +44,7 @@ class Ranks:
 
 
 class Others(NamedTuple):
-    """The tensors that ranks may hold differently."""
+    """Tensors whose values may differ between ranks."""
 
     buffers: list[torch.Tensor]
     frozen: list[torch.Tensor]
@@ -52,12 +52,12 @@ class Others(NamedTuple):
 
 
 class OtherTensors:
-    """The tensors of a module that an optimizer does not train, on all ranks.
+    """Buffers and frozen parameters of a module.
 
     Args:
         trained: The optimizer's parameters, and the module.
         elsewhere: Returns the ids of parameters that other wrapped optimizers train.
-        ranks: What ranks do together.
+        ranks: Collective operations.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class OtherTensors:
         self._frozen.note_equal([name for name, _ in self._frozen.shards()])
 
     def apart(self) -> Others:
-        """Return the tensors that ranks may hold differently. Collective; blocking."""
+        """Return tensors whose values may differ between ranks. Collective; blocking."""
         return Others(self._buffers(), self._frozen_apart(), self._shards_apart())
 
     def average(self, others: Others) -> None:
-        """Set tensors to their means; infinite values of observers on some ranks do not count.
+        """Set tensors to their means, without infinite values of observers on some ranks.
 
         Collective over the world; blocking.
         """
@@ -108,7 +108,7 @@ class OtherTensors:
         return common_tensors(named, self._ranks.unlike, self._told, says=self._ranks.says)
 
     def _shards_apart(self) -> list[torch.Tensor]:
-        """Return this rank's parts of frozen parameters where some differ between nodes."""
+        """Return this rank's shards of frozen parameters, or none if all nodes agree."""
         keeps_own, differ = self._ranks.keeps_own, self._ranks.shards_differ
         named = [one for one in self._frozen.shards() if not keeps_own(one[0])]
         if differ is None or not named:

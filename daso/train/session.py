@@ -550,7 +550,8 @@ class Session:
             return
         self._sync.coordinator.check_same_batch(self.schedule.batch)
         self._perform(*drain(self.schedule))
-        self._sync.look_for_slowest(self.schedule)
+        if self._exchanges is not None and self.schedule.synchronous:
+            self._sync.coordinator.look_for_slowest()  # no exchange of parameters tells it
         self._sync.equalize(self.schedule)
         self._sync.coordinator.others.equalize()
         self._sync.mark_writes(has_modes=_has_modes(self.inner))

@@ -5,7 +5,6 @@ by the training thread, at step boundaries, and nowhere else.
 """
 
 import logging
-import statistics
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +35,7 @@ from daso.train.gradients.host_reducer import HostReducer
 from daso.train.gradients.layerwise_step import INSTEAD, LayerwiseStep
 from daso.train.gradients.reducer import BackwardCallbacks, GradientReducer
 from daso.train.inner.grad_scaler import Scaling, is_probe
-from daso.train.metrics import Metrics, Slowest
+from daso.train.metrics import Metrics
 from daso.train.misuse import has_batch_norm
 from daso.train.model.changes import ParameterChanges
 from daso.train.model.params import Trained
@@ -241,7 +240,7 @@ class Synchronizer:
             self.layers.begin()
 
     def _count_round(self) -> None:
-        """Count an average over all ranks: of those of nodes, others may have more."""
+        """Count an average over all ranks. Nodes may average by themselves differently often."""
         apart = self.metrics.scales_apart and self.layers is None
         apart = apart or not self.averaging.synchronous
         if self._one_node or not apart:
@@ -267,19 +266,6 @@ class Synchronizer:
         same = all(id(param) in known for _, param in self.trained.named)
         wider = self.averaging.synchronous and not other.averaging.synchronous
         self.buckets.fresh = averaged and same and not wider and self.layers is None
-
-    def look_for_slowest(self, state: State) -> None:
-        """Agree on whose steps take longest, where no exchange of parameters tells it.
-
-        Collective over the world; blocking.
-        """
-        if self.exchanges is not None and state.synchronous:
-            seconds = self.metrics.watch.steps()
-            everyones = self.coordinator.gather(statistics.median(seconds) if seconds else 0.0)
-            slowest, rank = max((one, rank) for rank, one in enumerate(everyones))
-            host = self.topology.liveness.hosts[rank]
-            if min(everyones) > 0:
-                self.metrics.slowest = Slowest(host, rank, slowest, min(everyones))
 
     def note_agreed(self) -> None:
         """Note that the program has the mean of nodes, or a state to resume from, until a step."""
@@ -477,10 +463,10 @@ class Synchronizer:
         return measurements
 
     def mark_writes(self, *, has_modes: bool) -> None:
-        """Let writes to parameters count as the program's from now on.
+        """Watch for changes of parameters by the program until the next step.
 
         Args:
-            has_modes: The inner optimizer writes parameters for evaluating, and back.
+            has_modes: `eval()` and `train()` of the inner optimizer write parameters.
         """
         if self.exchanges is not None:
             self.writes.mark(by_layers=self.averaging.by_layers or has_modes)

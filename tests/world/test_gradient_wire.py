@@ -178,6 +178,16 @@ def test_scales_that_went_apart_do_not_stop_training(topology, wire):
         assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+def step_as_simulated(topology, optimizer, model, simulated, step):
+    """Take a step on ranks and on simulated nodes, to the same bits; return the gradients' wire."""
+    steps(topology, optimizer, model, [step])
+    ranks = range(topology.rank_info.world_size)
+    simulated.step([lambda m, r=rank: batch_loss(m, r, step) for rank in ranks])
+    theirs = simulated.models[topology.rank].parameters()
+    assert all(map(torch.equal, model.parameters(), theirs)), step
+    return optimizer.report()["gradient_wire"]
+
+
 @pytest.mark.nodes(*APART)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology, parts):
@@ -194,16 +204,7 @@ def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology, p
     options = {"policy": policy, "wire": "bf16", "exchange": exchange}
     with wrapped(topology, adamw(model), model, "auto", **options) as optimizer:
         for step in range(last):
-            steps(topology, optimizer, model, [step])
-            simulated.step(
-                [
-                    lambda m, r=rank, s=step: batch_loss(m, r, s)
-                    for rank in range(rank_info.world_size)
-                ]
-            )
-            wires.append(optimizer.report()["gradient_wire"])
-            theirs = simulated.models[rank_info.rank].parameters()
-            assert all(map(torch.equal, model.parameters(), theirs)), step
+            wires.append(step_as_simulated(topology, optimizer, model, simulated, step))
         kinds = [event["kind"] for event in optimizer.report()["events"]]
     assert wires[6:9] == ["fp32", "int4", "int4"]
     assert wires[-1] == "fp32"
@@ -226,16 +227,7 @@ def test_gradients_change_their_wire_as_on_simulated_nodes_and_in_a_resumed_run(
             if saved:
                 optimizer.load_state_dict(saved)
             for step in range(start, stop):
-                steps(topology, optimizer, model, [step])
-                simulated.step(
-                    [
-                        lambda m, r=rank, s=step: batch_loss(m, r, s)
-                        for rank in range(rank_info.world_size)
-                    ]
-                )
-                wires.append(optimizer.report()["gradient_wire"])
-                theirs = simulated.models[rank_info.rank].parameters()
-                assert all(map(torch.equal, model.parameters(), theirs)), step
+                wires.append(step_as_simulated(topology, optimizer, model, simulated, step))
             saved = copy.deepcopy(optimizer.state_dict())
             assert optimizer.report()["wide_history"] == list(policy.wide[: 2 + (start > 0)])
     assert wires == ["int4"] * 3 + ["int8"] * 5 + ["int4"] * 4

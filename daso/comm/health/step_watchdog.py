@@ -47,12 +47,12 @@ class StepWatchdog:
         self._notes = ControlChannel(world.Dup, NUMBERS)
         self._neighbours = neighbours(self._notes.rank, world.Get_size())
         self.steps = 0  # that this rank has taken or is in the middle of
-        self.rounds = 0  # averages of gradients that it has begun; counted alike on all ranks
+        self.rounds = 0  # averages of gradients over all ranks that this rank has begun
         self.at_meeting = False
         # Ranks whose rings may mean that this one waits in vain: in a backward that averages in its
         # node, those of its node. None: all.
         self.heeds: frozenset[int] | None = None
-        self._kept: list[tuple[int, Sequence[int]]] = []  # rings of others that mean nothing yet
+        self._kept: list[tuple[int, Sequence[int]]] = []  # rings of others, not judged yet
         self._meetings = 0  # that are over: the same on all ranks that are not out of step
         self._rung = False  # at this meeting
         self._verdict: str | None = None
@@ -101,10 +101,10 @@ class StepWatchdog:
             # came after different numbers may each be stuck behind an exchange of theirs.
             elif numbers[0] < self.steps or (self.at_meeting and numbers[0] > self.steps):
                 self._give_up(source, numbers[0], self._notes.rank, self.steps, 0)
-            # Neither will one that waits there join an average that it has not begun.
+            # A rank at a meeting never joins an average that it has not begun.
             elif not self.at_meeting and numbers[0] == self.steps and numbers[2] < self.rounds:
                 self._give_up(source, numbers[2], self._notes.rank, self.rounds, self.steps)
-            else:  # this rank may come to wait in vain later
+            else:  # judged again when this rank waits later
                 self._kept.append((source, numbers))
             if self._verdict is not None:
                 return
@@ -123,7 +123,7 @@ class StepWatchdog:
 
 
 def _text(rank: int, count: int, other: int, others_count: int, steps: int) -> str:
-    """Return the verdict on two ranks: numbers of steps, or of averages in so many steps."""
+    """Return the error text: counts of steps, or of averages if ``steps`` is not 0."""
     if not steps:
         return (
             f"every rank must take the same number of steps, but rank {rank} took {count} and rank "

@@ -71,7 +71,11 @@ def is_loss(error: BaseException | None) -> bool:
 
 @contextmanager
 def losses_named(what: str) -> Iterator[None]:
-    """Say what ranks did together where a lost rank cannot be survived yet."""
+    """Raise `ExchangeError` for a lost rank during an operation that cannot survive it.
+
+    Args:
+        what: The operation, for the message.
+    """
     try:
         yield
     except DasoError:

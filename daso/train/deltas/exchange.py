@@ -44,7 +44,6 @@ from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.rows import make_rows
 from daso.train.inner.clipping import GradientScaleMeter
 from daso.train.inner.step_restoration import Restorations, make_restorations
-from daso.train.metrics import Slowest
 from daso.train.model.writes import ParameterWrites
 from daso.train.state_sync import zero_nonfinite
 
@@ -248,7 +247,6 @@ class Exchanges:
         Collective over the world; non-blocking, but for the node where nodes go ahead.
         """
         begun, waited = time.perf_counter(), self._node.waited_seconds
-        self.note_writes()
         rows, blocking = self._rows_of(fragment), wait == 0
         sent = self.rules.send(self._state, batch, fragment, wait=wait)
         ahead, dense = self.settings.eager and not blocking, fragment is None
@@ -281,7 +279,7 @@ class Exchanges:
                 self._writes.widen()
 
     def agree_on_writes(self) -> None:
-        """Let nodes start again that need no exchange, where some rank wrote parameters.
+        """Make a restart due if any rank wrote parameters; for a drain without an exchange.
 
         Collective over the world; blocking.
         """
@@ -389,7 +387,7 @@ class Exchanges:
 
         Args:
             batch: Batches done.
-            settles: Another exchange, of all that was done since, follows.
+            settles: A blocking exchange of all later work follows.
 
         Collective over the world; blocking.
         """
@@ -439,7 +437,6 @@ class Exchanges:
         Collective over the node; blocking.
         """
         begun, waited = time.perf_counter(), self._node.waited_seconds
-        self.note_writes()
         sent = flight.sent
         rule = self.rules.merge(waited=batch - sent.batch, keeps=sent.keeps, settles=settles)
         applies = not self._local.written  # else the mean is of parameters that were discarded
@@ -543,9 +540,8 @@ class Exchanges:
 
     def _note_slowest(self, header: Header) -> None:
         if header.slowest:
-            size, hosts = self.rank_info.world_size, self.coordinator.topology.liveness.hosts
-            seconds, rank = decode_slow_rank(header.slowest, size)
-            self.metrics.slowest = Slowest(hosts[rank], rank, seconds, header.step_seconds)
+            seconds, rank = decode_slow_rank(header.slowest, self.rank_info.world_size)
+            self.coordinator.note_slowest(rank, seconds, fastest_seconds=header.step_seconds)
 
     @property
     def wire(self) -> str:
@@ -633,8 +629,7 @@ class Exchanges:
         local = copy.deepcopy(state["local"])  # lists are the caller's
         fresh = {"measured": Tally(**local["measured"]), "marked": None}
         self._local = LocalMeasurements(**local | fresh)
-        if "writes" in state:
-            self._writes.history = state["writes"]
+        self._writes.history = state["writes"]
         self._core_loss.load(state.get("core_loss", {"loss": None, "others": 0.0}))
         if self.gradient_scale is not None and state.get("gradient_scale"):
             self.gradient_scale.load(state["gradient_scale"])

@@ -282,11 +282,11 @@ class GradientCompressor:
         return self._means[key]
 
     def change(self, wire: str) -> None:
-        """Let what follows cross on another wire; what was rounded away goes along."""
+        """Use another wire from the next round on, and keep the residuals."""
         if wire != self.wire:
             self.wire = wire
             self._means.clear()
-            for rounded in self._rounded.values():  # of parts of other bytes
+            for rounded in self._rounded.values():  # parts may be cut differently
                 rounded.clear()
 
     def forget(self) -> None:
@@ -315,7 +315,7 @@ class GradientCompressor:
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
         self.forget()
-        self.wire = state.get("wire", self.wire)
+        self.wire = state["wire"]
         for dtype, start, row in state["residuals"]:
             self._residuals[dtype, start] = row.to(self._device, copy=True)
         for dtype, start, row in state["rounded"]:

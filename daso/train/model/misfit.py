@@ -1,4 +1,4 @@
-"""Why a state that was loaded does not fit a session, and what to do about it."""
+"""Reasons for which a loaded state does not fit a session, each with its remedy."""
 
 from collections.abc import Mapping
 from enum import IntEnum
@@ -8,7 +8,7 @@ __all__ = ["Misfit", "misfit", "remedy"]
 
 
 class Misfit(IntEnum):
-    """Reasons, the strongest last: of several ranks' reasons the highest is said."""
+    """Reasons in ascending order; the message gives the highest of all ranks."""
 
     NONE = 0
     ONE_COPY = 1
@@ -38,7 +38,7 @@ _WORDS = {
 
 
 def misfit(state: Mapping[str, Any] | None, shape: Mapping[str, Any] | None) -> Misfit:
-    """Return why a state does not fit a session of this shape on this rank."""
+    """Return the reason for which a state does not fit a session of this shape."""
     if state is None:
         return Misfit.NOTHING
     if state["shape"] is None or shape is None:
@@ -55,5 +55,5 @@ def misfit(state: Mapping[str, Any] | None, shape: Mapping[str, Any] | None) -> 
 
 
 def remedy(reason: Misfit) -> tuple[str, str]:
-    """Return what was loaded, and what to do about it."""
+    """Return the words for the loaded state, and the remedy."""
     return _WORDS[reason]

@@ -1,4 +1,4 @@
-"""Notices that a program writes parameters between steps: a rollback, a reset layer, pruning."""
+"""Detects parameters that a program changes between steps: rollbacks, layer resets, pruning."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ from daso.train.model.params import Trained, writes_of
 __all__ = ["ParameterWrites"]
 
 SAMPLED = 16  # numbers of each parameter that are compared
-# Writes that come again within so many steps are part of training; after new starts by such writes,
-# within more.
+# Changes that recur within this many steps are part of training. The window doubles with each
+# restart that such a change causes, up to the maximum.
 PATTERN_STEPS, MOST_PATTERN_STEPS = 100, 400
 
 Change = Literal["", "loaded", "written"]
@@ -22,28 +22,28 @@ Change = Literal["", "loaded", "written"]
 
 @dataclass
 class History:
-    """When the program wrote."""
+    """Steps before which the program wrote parameters."""
 
-    steps: int = 0  # looks so far
-    written: int = -PATTERN_STEPS  # the last one that saw other parameters
-    counted: int = -PATTERN_STEPS  # the last one before which torch counted a write
+    steps: int = 0  # comparisons so far
+    written: int = -PATTERN_STEPS  # last comparison with different parameters
+    counted: int = -PATTERN_STEPS  # last comparison before which torch counted a write
     window: int = PATTERN_STEPS
 
 
 class ParameterWrites:
-    """Compares parameters at the end of a step with those at the beginning of the next.
+    """Compares parameters at the end of a step with those at the start of the next step.
 
-    Some numbers of each parameter are compared; on a device only where torch counted a write, since
-    a comparison blocks. So parameters that are put back are unchanged. Writes that come again
-    within 100 steps (weight clipping, masks) are part of training, unless the module loads a state;
-    after each new start by other writes, within twice as many, 400 at most.
+    The comparison covers 16 numbers of each parameter. On a device it runs only if torch counted a
+    write, because it blocks. Parameters that are put back compare as unchanged. Changes that recur
+    within 100 to 400 steps (weight clipping, masks) are part of training, unless the module loads a
+    state.
 
     Args:
         trained: The parameters, and the module.
     """
 
     def __init__(self, trained: Trained) -> None:
-        self._trained = trained
+        self._tensors = [tensor for _, tensor in trained.local]
         self._places: list[int] = []  # addresses of the parameters
         self._samples: list[torch.Tensor] = []  # views
         self._mark: tuple[list[tuple[int, int]], torch.Tensor] | None = None
@@ -59,29 +59,33 @@ class ParameterWrites:
         ]
 
     def mark(self, *, by_layers: bool = False) -> None:
-        """Remember the parameters as they are: what is written from now on is the program's.
+        """Start watching for changes by the program.
 
         Args:
-            by_layers: Others write parameters too (backward, modes): only loads count.
+            by_layers: Backward or modes of the optimizer write parameters: only loads count.
         """
         self._loaded, self._load_differs, self._notices = False, False, True
         self._by_layers = by_layers
         self._mark = None if by_layers else self._snapshot()
 
     def _snapshot(self) -> tuple[list[tuple[int, int]], torch.Tensor]:
-        tensors = [tensor for _, tensor in self._trained.local]
-        places = [tensor.data_ptr() for tensor in tensors]
+        return self._counts(), self._sample()
+
+    def _counts(self) -> list[tuple[int, int]]:
+        """Return addresses and write counts; sample parameters that moved in their new memory."""
+        counts = [writes_of(tensor) for tensor in self._tensors]
+        places = [place for place, _ in counts]
         if places != self._places:
-            self._places, self._samples = places, [_sample_of(tensor) for tensor in tensors]
-        return [writes_of(tensor) for tensor in tensors], self._sample()
+            self._places, self._samples = places, [_sample_of(tensor) for tensor in self._tensors]
+        return counts
 
     def forget(self) -> None:
-        """Let what is written until the next mark count as no write."""
+        """Stop watching until the next mark."""
         self._mark, self._notices = None, False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let writes inside not count: parameters are others there, and put back behind it."""
+        """Ignore changes inside the context, which ends with the parameters put back."""
         noticed = self._notices
         self.forget()
         try:
@@ -91,12 +95,12 @@ class ParameterWrites:
                 self.mark(by_layers=self._by_layers)
 
     def changed(self, *, goes_on: bool = False) -> Change:
-        """Return whether the program wrote other parameters since the mark, and how; once.
+        """Return how the program changed parameters since the mark, and stop watching.
 
         Args:
-            goes_on: No step follows: writes from now on count too.
+            goes_on: Keep watching: no step follows.
 
-        Does not communicate; blocks for a device where torch counted writes.
+        Does not communicate; blocks on a device if torch counted writes.
         """
         noticed = self._notices
         found = self._look() if noticed else ""
@@ -110,13 +114,10 @@ class ParameterWrites:
         history.steps += 1
         if self._mark is None:
             return ""
-        writes, before = self._mark
-        now = [writes_of(tensor) for _, tensor in self._trained.local]
-        if [place for place, _ in now] != self._places:
-            return "loaded" if self._loaded else ""  # a new layout is followed by itself
+        counts, before = self._mark
+        counted = self._counts() != counts
         if self._by_layers:
             return "loaded" if self._load_differs else ""
-        counted = now != writes
         again = counted and history.counted == history.steps - 1  # a projection behind every step
         if counted:
             history.counted = history.steps
@@ -131,16 +132,16 @@ class ParameterWrites:
         return "written" if differ and history.steps - last >= history.window else ""
 
     def _differs(self, before: torch.Tensor) -> bool:
-        # By bits: NaN is equal to itself.
+        # Bitwise, so that NaN equals itself.
         return not torch.equal(before.view(torch.uint8), self._sample().view(torch.uint8))
 
     def widen(self) -> None:
-        """Take writes for part of training that come again as late as the last did, about."""
+        """Double the window after a restart."""
         self._history.window = min(2 * self._history.window, MOST_PATTERN_STEPS)
 
     @property
     def history(self) -> dict[str, int]:
-        """When the program wrote, for who goes on: a resumed run, a session that is set up anew."""
+        """The history as plain values, for a resumed run or a session that is set up again."""
         return asdict(self._history)
 
     @history.setter
@@ -160,14 +161,14 @@ class ParameterWrites:
             self._load_differs = self._differs(self._mark[1])
 
     def close(self) -> None:
-        """Take the hooks off; idempotent."""
+        """Remove the hooks; idempotent."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._samples, self._places = [], [], []
+        self._handles, self._tensors, self._samples, self._places = [], [], [], []
 
 
 def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of some numbers of a dense tensor, in one line of the cache."""
+    """Return a view of adjacent numbers of a dense tensor: at most two cache lines."""
     count = min(SAMPLED, tensor.numel())
     start = tensor.storage_offset() + (tensor.numel() - count) // 2
     return tensor.detach().as_strided((count,), (1,), start)

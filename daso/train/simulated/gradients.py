@@ -45,7 +45,7 @@ class SimulatedGradients:
             self._order.append(index)
 
     def change(self, wire: str) -> None:
-        """Let what follows cross on another wire; see `GradientCompressor.change`."""
+        """Use another wire from the next round on; see `GradientCompressor.change`."""
         if wire != self._wire:
             self._wire = wire
             self._rounded.clear()
