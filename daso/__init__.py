@@ -13,8 +13,10 @@ from daso.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from daso import errors, flow, integrations, memory, predict
+    from daso.checkpoint.preemption import StopRequest
     from daso.comm.topology import Topology
     from daso.comm.world import init
+    from daso.integrations.ddp_hook import ddp_hook, ddp_hook_state
     from daso.plan.auto import Auto
     from daso.plan.options import Exchange, Gradients
     from daso.plan.policies import Fixed, Plateau, Qsr
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from daso.train.attach import attach
     from daso.train.optimizer import DASO
 
-if read_ignored_signals()[1]:  # perhaps a worker of a rank
+if read_ignored_signals()[1]:  # this process may be a rank's worker
     import_module("daso.workers")
 
 __all__ = [
@@ -36,8 +38,11 @@ __all__ = [
     "Plateau",
     "Qsr",
     "Recording",
+    "StopRequest",
     "Topology",
     "attach",
+    "ddp_hook",
+    "ddp_hook_state",
     "errors",
     "flow",
     "init",
@@ -58,8 +63,11 @@ __getattr__, __dir__ = on_first_use(
         "Plateau": "daso.plan.policies",
         "Qsr": "daso.plan.policies",
         "Recording": "daso.timeline.recording",
+        "StopRequest": "daso.checkpoint.preemption",
         "Topology": "daso.comm.topology",
         "attach": "daso.train.attach",
+        "ddp_hook": "daso.integrations.ddp_hook",
+        "ddp_hook_state": "daso.integrations.ddp_hook",
         "errors": "daso.errors",
         "flow": "daso.flow",
         "init": "daso.comm.world",

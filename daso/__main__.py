@@ -1,4 +1,4 @@
-"""``python -m daso``: the same as the `daso` command."""
+"""Runs the `daso` command as ``python -m daso``."""
 
 import sys
 

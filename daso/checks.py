@@ -1,49 +1,31 @@
-"""The one way in which public arguments are checked: rules with a text, and calls that must fit.
+"""Argument checking for all public calls: value rules with a text, and signature checks.
 
-Every message is rule, value, remedy, on one line; what people often type in another library's words
-is answered with ours.
+Every message is rule, value, remedy, on one line; the remedy knows the names of other libraries.
 """
 
 import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from daso.errors import ConfigError
 
-__all__ = [
-    "NONE",
-    "Rule",
-    "check",
-    "choice",
-    "either",
-    "flag",
-    "format_value",
-    "instance_of",
-    "number",
-    "one_of",
-    "positive",
-    "validate_call",
-    "validated_record",
-    "whole",
-]
-
 Call = TypeVar("Call", bound=Callable[..., Any])
 Kind = TypeVar("Kind")
 
 LONGEST = 100  # characters of a value in a message
-MOST = 2**63 - 1  # of any count, unless it has a rule of its own
-LONGEST_SECONDS = 10**9  # that threads can be told to wait, and more
+MOST = 2**63 - 1  # of any count without a limit in its rule
+LONGEST_SECONDS = 10**9  # of timeouts: threads can wait at least this long
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value must be."""
+    """Rule for a value: a test, and its text in messages."""
 
-    text: str  # reads on from "must be "
+    text: str  # follows "must be "
     holds: Callable[[Any], bool]
 
 
@@ -57,18 +39,18 @@ def whole(least: int, most: int = MOST, of: str = "") -> Rule:
 
 
 def number(least: float, most: float) -> Rule:
-    """Return the rule of a number between two, both included."""
+    """Return the rule of a number in a closed range."""
     return Rule(f"a number from {least:g} to {most:g}", lambda value: _is_real(value, least, most))
 
 
 def positive(most: float = float(LONGEST_SECONDS)) -> Rule:
-    """Return the rule of a number above 0, as one of seconds."""
+    """Return the rule of a number above 0, seconds by default."""
     limit = "" if most == LONGEST_SECONDS else f" of at most {most:g}"
     return Rule(f"a positive number{limit}", lambda value: _is_real(value, 0.0, most) and value > 0)
 
 
 def choice(*names: str | None) -> Rule:
-    """Return the rule of one name out of some."""
+    """Return the rule of one name out of a set."""
     return Rule(
         f"one of {', '.join(map(str, names))}",
         lambda value: (value is None or isinstance(value, str)) and value in names,
@@ -76,12 +58,12 @@ def choice(*names: str | None) -> Rule:
 
 
 def flag() -> Rule:
-    """Return the rule of yes or no."""
+    """Return the rule of a boolean."""
     return Rule("True or False", lambda value: isinstance(value, bool))
 
 
 def either(first: Rule, *others: Rule, text: str | None = None) -> Rule:
-    """Return the rule that one of some holds."""
+    """Return the rule that at least one of several rules holds."""
     rules = (first, *others)
     return Rule(
         text or ", or ".join(rule.text for rule in rules),
@@ -90,15 +72,17 @@ def either(first: Rule, *others: Rule, text: str | None = None) -> Rule:
 
 
 def one_of(*values: object, text: str = "") -> Rule:
-    """Return the rule of a value out of some, as None or a word beside numbers."""
+    """Return the rule of one value out of a set, such as None or a word where numbers are usual."""
     return Rule(
         text or " or ".join(map(repr, values)),
-        lambda value: any(value is one or (type(value) is str and value == one) for one in values),
+        lambda value: any(
+            value is known or (type(value) is str and value == known) for known in values
+        ),
     )
 
 
 def instance_of(kind: type) -> Rule:
-    """Return the rule of an object of a class, as ``daso.Exchange(...)``."""
+    """Return the rule of an instance of a class, such as ``daso.Exchange(...)``."""
     return Rule(f"daso.{kind.__name__}(...)", lambda value: isinstance(value, kind))
 
 
@@ -112,23 +96,23 @@ def _is_real(value: object, least: float, most: float) -> bool:
 
 
 def check(name: str, value: object, rule: Rule, remedy: str = "") -> None:
-    """Raise unless a rule holds for a value."""
+    """Raise `ConfigError` unless a rule holds for a value."""
     if not rule.holds(value):
         raise ConfigError(f"{name} must be {rule.text}, not {format_value(value)}{remedy}")
 
 
 def format_value(value: object) -> str:
-    """Return a value as a message can have it: on one line, and not long."""
+    """Return a value's repr for a message: one line of limited length."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # an object that cannot even be printed; numbers of too many digits
+    except Exception:  # repr may raise, for example for integers of too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 # --- calls ----------------------------------------------------------------------------------------
 
-# What other libraries and earlier versions call it, or where people look for it.
+# Keywords of other libraries, and keywords on the wrong call: where the option is.
 ELSEWHERE = {
     "skip": "pass policy=daso.Fixed(skip=..., wait=...)",
     "wait": "pass policy=daso.Fixed(skip=..., wait=...)",
@@ -143,7 +127,7 @@ ELSEWHERE = {
 
 
 def validate_call(call: Call) -> Call:
-    """Make a call whose arguments do not fit its signature a `ConfigError` that says which do."""
+    """Make a call raise `ConfigError`, naming the valid arguments, if its arguments do not fit."""
     signature = inspect.signature(call)
     name = call.__qualname__.removesuffix(".__init__")
 
@@ -159,20 +143,20 @@ def validate_call(call: Call) -> Call:
 
 
 def validated_record(kind: type[Kind]) -> type[Kind]:
-    """Make a record's constructor a call that fits, see `validate_call`."""
-    setattr(kind, "__init__", validate_call(kind.__init__))  # noqa: B010 - types forbid to assign it
+    """Make a record's constructor check its arguments; see `validate_call`."""
+    setattr(kind, "__init__", validate_call(kind.__init__))  # noqa: B010 - mypy rejects the assignment
     return kind
 
 
 def _misfit(name: str, signature: inspect.Signature, kwargs: dict[str, Any], problem: str) -> str:
-    params = [one for one in signature.parameters.values() if one.name != "self"]
-    names = [one.name for one in params]
+    params = [param for param in signature.parameters.values() if param.name != "self"]
+    names = [param.name for param in params]
     if strangers := [key for key in kwargs if key not in names]:
         known, stranger = ", ".join(names), strangers[0]
         return f"{name} takes {known}, but not {stranger!r}; {_hint(stranger, names)}"
     if missing := re.search(r"missing a required (?:keyword-only )?argument: '(\w+)'", problem):
         return f"{name} needs {missing[1]}, but it is missing; pass {missing[1]}="
-    by_name = [one.name for one in params if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    by_name = [param.name for param in params if param.kind is inspect.Parameter.KEYWORD_ONLY]
     if "too many positional" in problem and by_name:
         return (
             f"{name} takes {', '.join(by_name)} by name, but one is given without; write "
@@ -185,6 +169,11 @@ def _hint(stranger: str, names: Sequence[str]) -> str:
     known = ELSEWHERE.get(stranger)
     if known is not None and re.search(r"\w+(?==)", known)[0] in names:  # type: ignore[index]
         return known
-    if near := difflib.get_close_matches(stranger, names, 1):
-        return f"did you mean {near[0]!r}?"
-    return "leave it out"
+    return did_you_mean(stranger, names).removeprefix("; ") or "leave it out"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a suggestion of the nearest known word, as the end of a message, or ""."""
+    by_small = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), by_small, 1)
+    return f"; did you mean {by_small[near[0]]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Where am I: what launcher and user said through the environment, read here alone."""
+"""Launcher and user settings from environment variables, all of which are read here."""
 
 import os
 import re
@@ -12,56 +12,18 @@ from pathlib import Path
 
 from daso.errors import ConfigError
 
-__all__ = [
-    "TORCHRUN",
-    "Launch",
-    "TorchrunAgents",
-    "data_folder",
-    "end_without_others",
-    "expand",
-    "expand_home",
-    "find_mpirun",
-    "for_sbatch",
-    "has_marks",
-    "is_file",
-    "is_first_to_end",
-    "is_placed_by_sbatch",
-    "kernels_name",
-    "may_share_a_gpu",
-    "merged",
-    "mpi_is_chosen",
-    "note_ignored_signals",
-    "note_process",
-    "note_requeue",
-    "path_of",
-    "promises",
-    "read_cpu_mask",
-    "read_ignored_signals",
-    "read_launch",
-    "read_torchrun_agents",
-    "restarts",
-    "set_pmi_environment",
-    "site_name",
-    "slurm_job",
-    "survives_lost_ranks",
-    "tell_frameworks",
-    "terminal_columns",
-    "unset_pmi_connection",
-]
-
-# Rank within its host, as launchers say it.
+# Launchers' variables of the rank within its host.
 LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-# How often who started this job started it again, and by what name he knows it.
+# Variables of restart counts, and of the job ids that the same launcher uses.
 RESTARTS = {
     "SLURM_RESTART_COUNT": "SLURM_JOB_ID",
     "DASO_RESTARTS": "DASO_JOB",
     "TORCHELASTIC_RESTART_COUNT": "TORCHELASTIC_RUN_ID",
 }
 KERNELS = ("torch", "native", "triton")
-TORCHRUN = "torchrun"  # or a framework that starts ranks as it does
-# launcher: (world size, world rank). Only variables that a launcher sets for each rank count:
-# a batch script also sees SLURM_NTASKS, while it is one process. Ranks of an MPI launcher may set
-# torchrun's for themselves: those come last.
+TORCHRUN = "torchrun"  # or a framework that starts ranks alike
+# launcher: (world size, world rank). Only variables set for each rank count: a batch script also
+# has SLURM_NTASKS. Ranks of an MPI launcher may set torchrun's variables, so these come last.
 LAUNCHERS = {
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "MPICH": ("PMI_SIZE", "PMI_RANK"),
@@ -72,30 +34,31 @@ LAUNCHERS = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the launcher promised and what the user asked for."""
+    """The launcher's world and the user's cut into nodes."""
 
-    launcher: str | None  # None: started alone
-    size: int  # ranks promised
-    rank: int  # world rank promised
+    launcher: str | None  # None: started without one
+    size: int  # world size, as announced
+    rank: int  # world rank, as announced
     ranks_per_node: tuple[int, ...] | None  # pretend nodes
-    spares: int = 0  # of the ranks, the last ones: they wait until others are lost
+    spares: int = 0  # the last ranks, which wait until others are lost
 
 
 @dataclass(frozen=True, slots=True)
 class TorchrunAgents:
-    """What torchrun's agents tell a rank that they started."""
+    """Connection data that torchrun's agents give to their ranks."""
 
     rank: int
     size: int
-    host: str  # of the store that they share, and of rank 0
+    host: str  # of their shared store, and of rank 0
     port: int  # of that store
-    start: str  # names these ranks among others
+    start: str  # identifies this group of ranks
 
 
 def read_torchrun_agents(env: Mapping[str, str] | None = None) -> TorchrunAgents | None:
-    """Return what torchrun said to this rank; None where it did not start it, or shares no store.
+    """Return torchrun's data for this rank; None if it did not start it, or has no shared store.
 
-    Where srun started torchrun, a rank inherits what MPI's launcher said, but not its connection.
+    If srun started torchrun, a rank inherits the variables of MPI's launcher, but not its
+    connection.
     """
     env = os.environ if env is None else env
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
@@ -112,7 +75,7 @@ def read_torchrun_agents(env: Mapping[str, str] | None = None) -> TorchrunAgents
 
 
 def _is_socket(number: str) -> bool:
-    """Return whether this process has a connection of that number."""
+    """Return whether this process has an open socket with that descriptor number."""
     if not number.isdecimal():
         return False
     try:
@@ -122,43 +85,50 @@ def _is_socket(number: str) -> bool:
 
 
 def set_pmi_environment(rank: int, size: int, connection: int) -> None:
-    """Say what MPICH's launcher says to its ranks, before MPI starts.
+    """Set the variables of MPICH's launcher for this rank, before MPI starts.
 
     Args:
-        rank: This one.
-        size: Ranks.
-        connection: Number of the file over which ranks are told of each other.
+        rank: World rank of this process.
+        size: World size.
+        connection: Descriptor of the PMI connection.
     """
     for name in [name for name in os.environ if name.startswith(("PMI_", "PMIX_"))]:
         del os.environ[name]
-    told = {"PMI_FD": connection, "PMI_RANK": rank, "PMI_SIZE": size, "DASO_PMI_PID": os.getpid()}
-    os.environ.update({name: str(value) for name, value in told.items()})
+    variables = {
+        "PMI_FD": connection,
+        "PMI_RANK": rank,
+        "PMI_SIZE": size,
+        "DASO_PMI_PID": os.getpid(),
+    }
+    os.environ.update({name: str(value) for name, value in variables.items()})
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     if ranks.isdecimal() and int(ranks) > len(os.sched_getaffinity(0)):
-        # A rank that waits sleeps, and leaves its core to others, as under `daso run`.
+        # A waiting rank yields its core, as under `daso run`.
         os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
 
 
 def unset_pmi_connection() -> None:
-    """Keep the connection from programs that this rank starts, once MPI runs."""
+    """Hide the PMI connection from programs that this rank starts, once MPI runs."""
     os.environ.pop("PMI_FD", None)
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """Read how this process was started."""
+    """Return how this process was started."""
     env = os.environ if env is None else env
     pretend = parse_ranks_per_node(env.get("DASO_RANKS_PER_NODE", ""))
     spares = _parse_spares(env.get("DASO_SPARES", ""))
     agents = read_torchrun_agents(env)
-    found = promises(env) if agents is None else [Launch(TORCHRUN, agents.size, agents.rank, None)]
-    # One task of a SLURM step may have started torchrun: who started several started these.
-    several = [launch for launch in found if launch.size > 1]
-    launch = next(iter(several + found), Launch(None, 1, 0, None))
+    launches = (
+        promises(env) if agents is None else [Launch(TORCHRUN, agents.size, agents.rank, None)]
+    )
+    # One task of a SLURM step may have started torchrun: the launcher of several ranks counts.
+    several = [launch for launch in launches if launch.size > 1]
+    launch = next(iter(several + launches), Launch(None, 1, 0, None))
     return replace(launch, ranks_per_node=pretend, spares=spares)
 
 
 def promises(env: Mapping[str, str] | None = None) -> list[Launch]:
-    """Return what each launcher said; some may be left over of a launcher further out."""
+    """Return the world announced by each launcher; an outer launcher's variables may remain."""
     env = os.environ if env is None else env
     return [
         Launch(launcher, int(env[size]), int(env[rank]), None)
@@ -168,7 +138,7 @@ def promises(env: Mapping[str, str] | None = None) -> list[Launch]:
 
 
 def parse_ranks_per_node(text: str) -> tuple[int, ...] | None:
-    """Read ``"2"`` or ``"3,1"``."""
+    """Parse ``"2"`` or ``"3,1"``."""
     if not text.strip():
         return None
     words = [word.strip() for word in text.split(",")]
@@ -188,40 +158,40 @@ def _parse_spares(text: str) -> int:
 
 
 def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
-    """Tell `daso run` which process this rank is, so that it can name a rank that is killed."""
+    """Record this rank's process id for `daso run`, so that it can name a killed rank."""
     folder = (os.environ if env is None else env).get("DASO_PROCESSES")
     if folder and Path(folder).is_dir():
-        with suppress(OSError):  # a full disk: the rank has no name then
+        with suppress(OSError):  # for example a full disk: the rank stays unnamed
             (Path(folder) / str(rank)).write_text(str(os.getpid()))
 
 
 def survives_lost_ranks(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether Open MPI goes on without a rank that is killed: ``mpirun --with-ft ulfm``."""
+    """Return whether Open MPI continues without a killed rank: ``mpirun --with-ft ulfm``."""
     return (os.environ if env is None else env).get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
 def end_without_others() -> None:
-    """Let MPI_Finalize not wait for ranks that were lost; call it before MPI starts."""
+    """Make MPI_Finalize not wait for lost ranks; call it before MPI starts."""
     os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
 
 
 def may_share_a_gpu(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether NCCL was told that ranks may share a GPU; it can from 2.30 on."""
+    """Return whether NCCL's setting allows ranks to share a GPU; supported from 2.30 on."""
     return (os.environ if env is None else env).get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
-def tell_frameworks(
+def set_torchrun_environment(
     rank: int, size: int, local_rank: int, local_size: int, first_host: str
 ) -> None:
-    """Say what torchrun says to its ranks, for frameworks that ask nobody else."""
-    told = {
+    """Set torchrun's variables, for frameworks that read only these."""
+    variables = {
         "MASTER_ADDR": first_host,
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_size,
     }
-    os.environ.update({name: str(value) for name, value in told.items()})
+    os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def slurm_job(env: Mapping[str, str] | None = None) -> str | None:
@@ -230,21 +200,21 @@ def slurm_job(env: Mapping[str, str] | None = None) -> str | None:
 
 
 def restarts(env: Mapping[str, str] | None = None) -> int:
-    """Return how often SLURM put the job back into its queue, or who starts ranks did so again."""
+    """Return how often SLURM requeued the job, or its launcher restarted it."""
     env = os.environ if env is None else env
     texts = (env.get(name, "") for name in RESTARTS)
     return sum(int(text) for text in texts if text.isdecimal())
 
 
 def job_names(env: Mapping[str, str] | None = None, *, restarted: bool = False) -> set[str]:
-    """Return by what names those who started this job know it: the same when they start it again.
+    """Return the job's ids in its launchers, which stay the same across restarts.
 
     Args:
         env: The process's own if None.
-        restarted: Only those who did start it again.
+        restarted: Only launchers that have restarted it.
     """
     env = os.environ if env is None else env
-    # Unless it is told another, torchrun gives every job this one: its agents know themselves.
+    # torchrun's default id is the same for every job, so its agent's process id is added.
     unnamed = {"TORCHELASTIC_RUN_ID=none": f" on {os.uname().nodename} by {os.getppid()}"}
     names = {
         f"{name}={env[name]}"
@@ -255,26 +225,26 @@ def job_names(env: Mapping[str, str] | None = None, *, restarted: bool = False) 
 
 
 def note_requeue(env: Mapping[str, str] | None = None) -> None:
-    """Tell the batch script of `daso submit` that this rank wants the job to be started again."""
+    """Ask the batch script of `daso submit` to restart the job."""
     path = (os.environ if env is None else env).get("DASO_REQUEUE")
     if path and Path(path).parent.is_dir():
-        with suppress(OSError):  # a full disk: mpirun passes the exit code on all the same
+        with suppress(OSError):  # for example a full disk: mpirun still passes on the exit code
             Path(path).touch()
 
 
 def is_host_leader(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether this is the first rank of its host, as its launcher counts."""
+    """Return whether this is the first rank of its host, by its launcher's count."""
     env = os.environ if env is None else env
     own = ("LOCAL_RANK",) if read_torchrun_agents(env) else LOCAL_RANKS
     return [env[name] for name in own if name in env][:1] == ["0"]
 
 
 def read_cpu_mask(env: Mapping[str, str] | None = None) -> set[int] | None:
-    """Return the cores that this rank shall run on; None where nothing is said."""
-    found = os.environ if env is None else env
-    masks, rank = found.get("DASO_CPU_MASKS"), None
+    """Return the cores that this rank should run on; None without a setting."""
+    variables = os.environ if env is None else env
+    masks, rank = variables.get("DASO_CPU_MASKS"), None
     for name in LOCAL_RANKS:
-        rank = found.get(name) if rank is None else rank
+        rank = variables.get(name) if rank is None else rank
     if not masks or rank is None or not rank.isdigit():
         return None
     words = masks.split(",")
@@ -288,7 +258,7 @@ def read_cpu_mask(env: Mapping[str, str] | None = None) -> set[int] | None:
 
 
 def note_ignored_signals(numbers: Iterable[int]) -> None:
-    """Tell worker processes that this one starts from now on which signals are not for them."""
+    """Pass on to worker processes started from now on which signals they must ignore."""
     words = [str(int(number)) for number in sorted(numbers)]
     os.environ.pop("DASO_WORKERS_IGNORE", None)
     if words:
@@ -296,7 +266,7 @@ def note_ignored_signals(numbers: Iterable[int]) -> None:
 
 
 def read_ignored_signals(env: Mapping[str, str] | None = None) -> tuple[int, frozenset[int]]:
-    """Return who started this process, and the signals that `note_ignored_signals` named there."""
+    """Return the id of the process that called `note_ignored_signals`, and its signals."""
     words = (os.environ if env is None else env).get("DASO_WORKERS_IGNORE", "").split(",")
     if not all(word.isdigit() for word in words):
         return 0, frozenset()
@@ -305,12 +275,12 @@ def read_ignored_signals(env: Mapping[str, str] | None = None) -> tuple[int, fro
 
 
 def has_marks(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether a batch script of `daso submit` started this rank, and reads its marks."""
+    """Return whether a batch script of `daso submit` started this rank and reads its mark files."""
     return bool((os.environ if env is None else env).get("DASO_REQUEUE"))
 
 
 def is_first_to_end(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether no rank of this job of `daso submit` exited without reporting before."""
+    """Return whether this rank is the first of its `daso submit` job to end irregularly."""
     path = (os.environ if env is None else env).get("DASO_REQUEUE")
     if not path:
         return False
@@ -322,9 +292,9 @@ def is_first_to_end(env: Mapping[str, str] | None = None) -> bool:
 
 
 def terminal_columns(env: Mapping[str, str] | None = None) -> int | None:
-    """Return how wide the terminal is that shows this rank's output; None where there is none.
+    """Return the width of the terminal that shows this rank's output; None without a terminal.
 
-    mpirun reads a rank's output from a pipe, so `daso run` says in DASO_TERMINAL what lies behind.
+    mpirun reads a rank's output from a pipe, so `daso run` passes the width in DASO_TERMINAL.
     """
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
@@ -333,7 +303,7 @@ def terminal_columns(env: Mapping[str, str] | None = None) -> int | None:
 
 
 def mpi_is_chosen(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether MPI4PY_LIBMPI says which MPI library to load."""
+    """Return whether MPI4PY_LIBMPI names the MPI library to load."""
     return bool((os.environ if env is None else env).get("MPI4PY_LIBMPI"))
 
 
@@ -348,12 +318,13 @@ def site_name(env: Mapping[str, str] | None = None) -> str:
     return (os.environ if env is None else env).get("DASO_SITE", "")
 
 
-def kernels_name(env: Mapping[str, str] | None = None) -> str:
-    """Return the value of DASO_KERNELS, or nothing.
+def shows_all_tracebacks(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether DASO_TRACEBACKS requests the traceback of each rank that fails."""
+    return (os.environ if env is None else env).get("DASO_TRACEBACKS") == "all"
 
-    Raises:
-        ConfigError: The value is not one of `KERNELS`.
-    """
+
+def kernels_name(env: Mapping[str, str] | None = None) -> str:
+    """Return the value of DASO_KERNELS, one of `KERNELS`, or nothing."""
     name = (os.environ if env is None else env).get("DASO_KERNELS", "")
     if name not in ("", *KERNELS):
         raise ConfigError(
@@ -369,76 +340,58 @@ def expand(text: str, env: Mapping[str, str] | None = None) -> str:
     return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", lambda m: env.get(m[1]) or m[2] or "", text)
 
 
-def expand_home(word: str) -> str:
-    """Replace a leading ~ by the user's folder, as no shell does behind a "=" or in a file."""
-    return os.path.expanduser(word)  # noqa: PTH111 - a Path would change docker://image
-
-
-def is_file(path: Path) -> bool:
-    """Return whether a file is there, as far as this user may look."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
-def path_of(word: str) -> Path:
-    """Return the path that somebody typed."""
-    return Path(expand_home(word))
-
-
 def merged(env: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with more in it, for a process that is started."""
+    """Return an environment with more variables, for a new process."""
     return {**env, **more}
 
 
-# What sbatch reads under another name than that of its option.
+# sbatch's variables whose names differ from those of its options.
 SBATCH_NAMES = {
     "array": ("ARRAY_INX",),
     "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
     "requeue": ("NO_REQUEUE",),
     "time": ("TIMELIMIT",),
 }
-# Where SLURM is; all other SLURM_* variables inside a job are of that job.
+# Location of SLURM; inside a job, all other SLURM_* variables belong to that job.
 SLURM_PLACE = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"}
 
 
 def for_sbatch(
     env: Mapping[str, str], more: Mapping[str, str], options: Iterable[str]
 ) -> dict[str, str]:
-    """Return an environment in which sbatch does what its script says.
+    """Return an environment that does not override the options of the script for sbatch.
 
-    SBATCH_* variables count more than the script's lines, and a job that is submitted from inside
-    another one would inherit that one's SLURM_* variables, its number of restarts among them.
+    SBATCH_* variables override the script's lines, and a job submitted from inside another job
+    would inherit its SLURM_* variables, the number of restarts among them.
     """
     inside = "SLURM_JOB_ID" in env
-    said = {
+    overriding = {
         f"SBATCH_{name}"
         for option in options
         for name in (option.upper().replace("-", "_"), *SBATCH_NAMES.get(option, ()))
     }
-    kept = {
+    remaining = {
         name: value
         for name, value in env.items()
-        if name not in said
+        if name not in overriding
         and not (inside and name.startswith("SLURM_") and name not in SLURM_PLACE)
     }
-    return merged(kept, more)
+    return merged(remaining, more)
 
 
 def is_placed_by_sbatch(*, partition: bool, env: Mapping[str, str] | None = None) -> bool:
-    """Return whether variables tell sbatch where a job runs, which may name its partition."""
+    """Return whether sbatch's variables select the cluster or partition of a job."""
     env = os.environ if env is None else env
     return bool(env.get("SBATCH_CLUSTERS") or (not partition and env.get("SBATCH_PARTITION")))
 
 
 def find_mpirun(env: Mapping[str, str] | None = None) -> Path | None:
-    """Find the mpirun that belongs to this Python."""
+    """Return the path of the mpirun that belongs to this Python, or None."""
     env = os.environ if env is None else env
     if env.get("DASO_MPIRUN"):
         return Path(env["DASO_MPIRUN"])
-    beside = Path(sys.executable).parent / "mpirun"
-    if beside.exists():
-        return beside
-    found = shutil.which("mpirun", path=env.get("PATH"))
-    return Path(found) if found else None
+    sibling = Path(sys.executable).parent / "mpirun"
+    if sibling.exists():
+        return sibling
+    path = shutil.which("mpirun", path=env.get("PATH"))
+    return Path(path) if path else None

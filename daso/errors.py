@@ -1,4 +1,4 @@
-"""The errors a caller can act on. Every message says the rule, the value and the remedy."""
+"""The errors that a caller can act on. Every message states the rule, the value and the remedy."""
 
 __all__ = [
     "CheckpointError",
@@ -12,7 +12,7 @@ __all__ = [
     "NonFiniteError",
     "StallError",
     "TopologyError",
-    "told",
+    "summarize",
 ]
 
 
@@ -21,7 +21,7 @@ class DasoError(Exception):
 
 
 class TopologyError(DasoError):
-    """The ranks, nodes or MPI library are not what the launcher or the caller says."""
+    """The ranks, nodes or MPI library differ from those declared by the launcher or the caller."""
 
 
 class LayoutError(DasoError, ValueError):
@@ -33,11 +33,11 @@ class ExchangeError(DasoError):
 
 
 class NonFiniteError(DasoError):
-    """Too many exchanges in a row met NaN or infinity."""
+    """Too many consecutive exchanges contained NaN or infinity."""
 
 
 class StallError(DasoError):
-    """A rank did not come to a meeting within `Exchange.timeout_seconds`."""
+    """A rank did not reach a collective operation within `Exchange.timeout_seconds`."""
 
 
 class ConfigError(DasoError, ValueError):
@@ -45,21 +45,21 @@ class ConfigError(DasoError, ValueError):
 
 
 class DataError(DasoError, FileNotFoundError):
-    """A data set is not where it was looked for."""
+    """A data set is not in the searched folders."""
 
 
 class CheckpointError(DasoError):
-    """A checkpoint cannot be written, or none of those found is sound."""
+    """A checkpoint cannot be written, or no existing checkpoint is valid."""
 
 
 class CheckpointWriteError(CheckpointError):
-    """A checkpoint cannot be written: a disk is full, or away for a while."""
+    """A checkpoint cannot be written: a disk is full or temporarily unavailable."""
 
 
 class FlowError(DasoError):
-    """A flow is not put together as it must be, or one of its nodes failed."""
+    """A flow's graph is invalid, or one of its nodes failed."""
 
 
-def told(error: Exception) -> str:
-    """Return an error's kind, and in one line what it says: some say a number, or nothing."""
+def summarize(error: Exception) -> str:
+    """Return an error's class and its message in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[-500:]}"

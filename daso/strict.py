@@ -1,28 +1,26 @@
-"""JSON that every reader takes."""
+"""JSON without the extensions that only some parsers accept."""
 
 import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["json_by_rows", "strict_json"]
-
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return JSON in which numbers that JSON does not have are their names."""
+    """Return JSON in which NaN and infinities are strings."""
     return json.dumps(_named(value), indent=indent, allow_nan=False)
 
 
 def _named(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _named(one) for key, one in value.items()}
+        return {key: _named(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_named(one) for one in value]
+        return [_named(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def json_by_rows(value: Any) -> str:
-    """Return the same JSON over lines: what holds no container of containers is one line."""
+    """Return the same JSON with a line for each innermost container or record."""
     return _by_rows(json.loads(strict_json(value)), "\n")
 
 
@@ -31,9 +29,9 @@ def _by_rows(value: Any, newline: str) -> str:
         return json.dumps(value, allow_nan=False)
     inner = newline + " "
     if isinstance(value, dict):
-        parts = [f"{json.dumps(key)}: {_by_rows(one, inner)}" for key, one in value.items()]
+        parts = [f"{json.dumps(key)}: {_by_rows(item, inner)}" for key, item in value.items()]
     else:
-        parts = [_by_rows(one, inner) for one in value]
+        parts = [_by_rows(item, inner) for item in value]
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     return f"{opening}{inner}{f',{inner}'.join(parts)}{newline}{closing}"
 

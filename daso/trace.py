@@ -1,7 +1,7 @@
-"""What this process did and when, in memory that is set aside before; off unless it is started.
+"""Spans of this process's work, recorded in preallocated memory; off unless started.
 
-Any module may record; who starts and stops is `daso.timeline.recording`. A span takes well under a
-microsecond, and nothing where nobody records.
+Any module may record; `daso.timeline.recording` starts and stops. A span costs well under a
+microsecond, and nothing while recording is off.
 """
 
 import itertools
@@ -11,30 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-__all__ = [
-    "BACKWARD",
-    "EXCHANGE",
-    "FORWARD",
-    "KINDS",
-    "MERGE",
-    "MESSAGES",
-    "SCHEMA",
-    "SEND",
-    "STEP",
-    "SUMS",
-    "WAIT_INTER_NODE",
-    "WAIT_INTRA_NODE",
-    "Recorder",
-    "Span",
-    "record",
-    "start",
-    "stop",
-    "watch",
-]
-
-# What a span can be: a whole batch; packing what is sent; merging what came; standing still for
-# other nodes, and for other ranks of the node; work between nodes of a thread beside training, and
-# messages of it; sums inside the node of another; a node of a flow at a message or at gradients.
+# Kinds of spans: a whole batch; packing of a payload; merging of a result; waiting for other nodes,
+# and for other ranks of the node; inter-node work of the communication thread, and its messages;
+# sums inside the node on a background thread; a flow node's forward and backward.
 KINDS = (
     "step",
     "send",
@@ -50,7 +29,7 @@ KINDS = (
 STEP, SEND, MERGE, WAIT_INTER_NODE, WAIT_INTRA_NODE, EXCHANGE, MESSAGES, SUMS, FORWARD, BACKWARD = (
     range(len(KINDS))
 )
-SCHEMA = 1  # of recordings' files; goes up when a field changes its meaning
+SCHEMA = 1  # of recording files; incremented when a field changes its meaning
 NO_KEY = -1
 CAPACITY = 1 << 17  # spans: 5 MB
 
@@ -58,15 +37,15 @@ _ROW = struct.Struct("<HHqddq")
 
 
 class Span(NamedTuple):
-    """Something that took a while.
+    """A timed piece of work.
 
     Args:
         kind: Index into `KINDS`.
         thread: Index into the recorder's ``threads``.
-        key: Which step, exchange or chunk; -1: none.
+        key: Number of the step, exchange or chunk; -1: none.
         begins: Seconds, `time.perf_counter`.
         ends: Seconds, likewise.
-        nbytes: Sent by this rank; 0 where unknown.
+        nbytes: Bytes sent by this rank; 0 if unknown.
     """
 
     kind: int
@@ -81,19 +60,19 @@ class Recorder:
     """Keeps the last spans of all threads; any thread may add.
 
     Args:
-        capacity: How many are kept; older ones are overwritten, and counted.
+        capacity: Number of spans to keep; older ones are overwritten, and counted.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
-        self.threads: list[str] = []  # names, in the order in which they first recorded
+        self.threads: list[str] = []  # names, in the order of their first spans
         self._rows = bytearray(capacity * _ROW.size)
-        self._count = itertools.count()  # whose next() no other thread can interrupt
+        self._count = itertools.count()  # its next() is atomic
         self._numbers: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def add(self, kind: int, begins: float, ends: float, key: int, nbytes: int) -> None:
-        """Keep a span of the calling thread; does not block."""
+        """Store a span of the calling thread; does not block."""
         ident = threading.get_ident()
         thread = self._numbers.get(ident)
         if thread is None:
@@ -107,7 +86,7 @@ class Recorder:
             return self._numbers.setdefault(ident, len(self.threads) - 1)
 
     def take(self) -> tuple[list[Span], int]:
-        """Return what was kept since the last call, oldest first, and how many spans were lost."""
+        """Return the spans since the last call, oldest first, and the number of lost spans."""
         rows, count = self._rows, next(self._count)
         self._rows, self._count = bytearray(len(rows)), itertools.count()
         return list(_spans(rows, count, self.capacity)), max(0, count - self.capacity)
@@ -128,18 +107,18 @@ _watcher: Callable[[int], None] | None = None
 
 def start(recorder: Recorder) -> None:
     """Record everything in this process from now on."""
-    global _recorder  # noqa: PLW0603 - one process, one recorder: modules record without being told
+    global _recorder  # noqa: PLW0603 - one recorder per process
     _recorder = recorder
 
 
 def stop() -> None:
-    """Record no more; idempotent."""
+    """Stop recording; idempotent."""
     global _recorder  # noqa: PLW0603 - as in `start`
     _recorder = None
 
 
 def watch(call: Callable[[int], None] | None) -> None:
-    """Call a function with the kind of each span, when it ends, in its thread; None: no more."""
+    """Set a callback for each span's kind, called at its end in its thread; None: remove it."""
     global _watcher  # noqa: PLW0603 - as in `start`
     _watcher = call
 
@@ -147,8 +126,8 @@ def watch(call: Callable[[int], None] | None) -> None:
 def record(
     kind: int, begins: float, *, ends: float | None = None, key: int = NO_KEY, nbytes: int = 0
 ) -> None:
-    """Keep that something of this kind took a while, if anybody records."""
-    recorder, watcher = _recorder, _watcher  # which another thread may stop meanwhile
+    """Store a span of this kind if recording is on."""
+    recorder, watcher = _recorder, _watcher  # another thread may reset them meanwhile
     if recorder is not None:
         recorder.add(kind, begins, time.perf_counter() if ends is None else ends, key, nbytes)
     if watcher is not None:

@@ -1,5 +1,3 @@
-"""The version, where packaging and checkpoints find it without importing anything else."""
-
-__all__ = ["__version__"]
+"""The version, importable without any other module."""
 
 __version__ = "0.2.0"

@@ -1,7 +1,7 @@
-"""What a process that a rank starts with multiprocessing (a DataLoader worker) must know.
+"""Signal handling of processes that a rank starts with multiprocessing (DataLoader workers).
 
-SLURM and people signal all processes of a rank, workers too. What asks a rank to save and end would
-kill its workers at once, and the rank by that.
+SLURM and people signal all processes of a rank, workers included. A signal that asks a rank to save
+and end would kill its workers at once, and thereby the rank.
 """
 
 import multiprocessing
@@ -14,14 +14,12 @@ from multiprocessing import forkserver, util
 
 from daso.environment import note_ignored_signals, read_ignored_signals
 
-__all__ = ["ignore_in_workers", "is_worker", "shield_this_process"]
-
 
 def is_worker() -> bool:
     """Return whether this process is a worker of another one."""
-    # Where a worker begins as a new Python and runs the program's main module, by private name.
-    begins = getattr(multiprocessing.current_process(), "_inheriting", False)
-    return begins or multiprocessing.parent_process() is not None
+    # Private: set while a spawned worker starts and runs the program's main module.
+    is_starting = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return is_starting or multiprocessing.parent_process() is not None
 
 
 def _serves_forks() -> bool:
@@ -30,7 +28,7 @@ def _serves_forks() -> bool:
 
 
 def ignore_in_workers(numbers: Iterable[int]) -> None:
-    """Let workers that are started from now on ignore these signals, but for their rank's own."""
+    """Make workers started from now on ignore these signals, unless sent by their rank."""
     note_ignored_signals(numbers)
     known = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
     if __name__ not in known:
@@ -38,7 +36,7 @@ def ignore_in_workers(numbers: Iterable[int]) -> None:
 
 
 def shield_this_process() -> None:
-    """Ignore signals in a worker; SIGTERM of its own rank ends it, as multiprocessing expects.
+    """Ignore signals in a worker, except SIGTERM from its rank, which ends it as usual.
 
     torch sets handlers of its own in DataLoader workers, so signals are blocked, not handled.
     """
@@ -52,12 +50,12 @@ def shield_this_process() -> None:
 
 def _listen(numbers: frozenset[int], rank: int) -> None:
     while True:
-        heard = signal.sigwaitinfo(numbers)
-        if heard.si_signo == signal.SIGTERM and heard.si_pid in (rank, os.getppid()):
+        received = signal.sigwaitinfo(numbers)
+        if received.si_signo == signal.SIGTERM and received.si_pid in (rank, os.getppid()):
             os._exit(0)
 
 
-# Of multiprocessing alone: what other forks run may have to be ended by a signal.
+# For multiprocessing only: programs in other forks may need to be ended by a signal.
 util.register_after_fork(shield_this_process, lambda shield: shield())
 if is_worker() or _serves_forks():  # a new Python
     shield_this_process()

@@ -21,6 +21,7 @@ extensions = [
 ]
 exclude_patterns = ["_ext"]
 default_role = "code"
+smartquotes = False  # "--resume" and quoted names stay as they are typed
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3

@@ -40,9 +40,22 @@ kernels_are_old() {
   return 1
 }
 
+# install_torch PIP_OPTION...: install torch from the index DASO_TORCH_INDEX names, unless it is there.
+install_torch() {
+  local size="about 0.3 GB with torch's build for CPUs, 5 GB with CUDA's libraries"
+  if python -c 'import torch' 2>/dev/null; then return; fi
+  if [ -z "${DASO_TORCH_INDEX:-}" ]; then
+    say "torch is not installed yet: $size; DASO_TORCH_INDEX=URL chooses the build"
+    return
+  fi
+  say "installing torch from $DASO_TORCH_INDEX ($size)"
+  pip install "$@" --constraint .venv/constraints.new --index-url "$DASO_TORCH_INDEX" torch >&2 ||
+    die "torch could not be installed from DASO_TORCH_INDEX=$DASO_TORCH_INDEX; the lines above say why"
+}
+
 # in_venv EXTRAS: make .venv where needed, install the package with these extras, activate it.
 in_venv() {
-  local extras="$1" stamp=".venv/installed-${1//,/-}" python more=()
+  local extras="$1" stamp=".venv/installed-${1//,/-}" python more=() pip_options=()
   [ -w . ] || die "this folder must be writable to make .venv in it"
   if [ ! -e .venv/bin/activate ]; then  # which comes last: half a .venv is made whole
     python="$(python_for_venv)"
@@ -53,11 +66,14 @@ in_venv() {
   . .venv/bin/activate
   if [ ! -e "$stamp" ] || [ setup.cfg -nt "$stamp" ] || [ setup.py -nt "$stamp" ] ||
     ! pinned | cmp -s - .venv/constraints.txt; then
-    say "installing daso[$extras] (about a minute)"
     if [ "${DASO_TORCH:-}" = newest ]; then more=(--upgrade torch); fi
+    pip_options=(--disable-pip-version-check)
+    if [ ! -t 2 ]; then pip_options+=(--quiet); fi  # a terminal shows pip's progress
     pinned >.venv/constraints.new
-    pip install --quiet --disable-pip-version-check --constraint .venv/constraints.new \
-      --editable ".[$extras]" "${more[@]}" || die "installing failed; the lines above say why"
+    install_torch "${pip_options[@]}"
+    say "installing daso[$extras]"
+    pip install "${pip_options[@]}" --constraint .venv/constraints.new \
+      --editable ".[$extras]" "${more[@]}" >&2 || die "installing failed; the lines above say why"
     mv .venv/constraints.new .venv/constraints.txt
     touch "$stamp"
   fi

@@ -2,12 +2,16 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 from hypothesis import settings
 
 # As scripts/test has it: with more threads torch adds in another order, and bits differ.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each of many processes would compile daso and the tests of a job again.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
 
 HERE = Path(__file__).parent
 # Of processes that tests start; see support/startup/sitecustomize.py.

@@ -1,1 +1,1 @@
-"""Checkpoints, the random state in them, and the signals that ask for one."""
+"""Checkpoints, random states, and stop requests by signals."""

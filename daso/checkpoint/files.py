@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written wholly or not at all, and checked before they are believed."""
+"""The files of a checkpoint: written atomically, and verified before use."""
 
 import errno
 import hashlib
@@ -16,32 +16,17 @@ from typing import Any, BinaryIO
 import torch
 
 from daso.comm.topology import RankInfo
-from daso.errors import CheckpointError, told
+from daso.errors import CheckpointError, summarize
 from daso.version import __version__
 
-__all__ = [
-    "MANIFEST",
-    "Entry",
-    "Manifest",
-    "cause",
-    "damage",
-    "decode_payload",
-    "read_payload",
-    "remove",
-    "unfit",
-    "unwritable",
-    "write_payload",
-    "write_whole",
-]
-
-SCHEMA = 2  # of the manifest; goes up when a field changes its meaning
+SCHEMA = 2  # of the manifest; incremented when a field changes its meaning
 MANIFEST = "manifest.json"
 logger = logging.getLogger("daso")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A rank's file, as it was written."""
+    """The hash and size of a rank's file when it was written."""
 
     sha256: str
     size: int
@@ -49,14 +34,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What makes a step's files a checkpoint."""
+    """The manifest, which makes the files of a step a checkpoint."""
 
     step: int
     node_of: tuple[int, ...]  # node of each rank that saved
     files: tuple[Entry, ...]  # of each rank
 
     def text(self, rank_info: RankInfo) -> str:
-        """Return the manifest as it is written."""
+        """Return the manifest's JSON text."""
         lines = {
             "schema": SCHEMA,
             "step": self.step,
@@ -78,22 +63,24 @@ class Manifest:
                     f"{path} must have schema {SCHEMA}, not {lines['schema']!r}: another version "
                     f"of daso wrote it"
                 )
-            files = tuple(Entry(str(one["sha256"]), int(one["size"])) for one in lines["files"])
-            made = cls(int(lines["step"]), tuple(map(int, lines["node_of"])), files)
+            files = tuple(
+                Entry(str(entry["sha256"]), int(entry["size"])) for entry in lines["files"]
+            )
+            manifest = cls(int(lines["step"]), tuple(map(int, lines["node_of"])), files)
         except OSError as error:
             raise CheckpointError(cause(path, error)) from error
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} must be a manifest, but: {error!r}") from error
-        if made.step != step or not files or len(files) != len(made.node_of):
+        if manifest.step != step or not files or len(files) != len(manifest.node_of):
             raise CheckpointError(
-                f"{path} must be of step {step} and tell of each rank's file and node, but is of "
-                f"step {made.step}, {len(files)} files and {len(made.node_of)} nodes' ranks"
+                f"{path} must be of step {step} and list each rank's file and node, but is of "
+                f"step {manifest.step}, {len(files)} files and {len(manifest.node_of)} nodes' ranks"
             )
-        return made
+        return manifest
 
 
 def remove(folder: Path) -> None:
-    """Remove a step; the manifest first, so that a crash leaves nothing that looks complete."""
+    """Remove a step, its manifest first, so that a crash leaves no complete-looking checkpoint."""
     try:
         (folder / MANIFEST).unlink(missing_ok=True)
         if folder.exists():
@@ -107,7 +94,7 @@ def write_payload(path: Path, payload: dict[str, Any]) -> Entry:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         write_whole(path, lambda file: torch.save(payload, file))
-    except RuntimeError as error:  # of torch's zip, about positions, where a disk is full
+    except RuntimeError as error:  # torch's zip writer raises it when the disk is full
         raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -115,51 +102,44 @@ def write_payload(path: Path, payload: dict[str, Any]) -> Entry:
 
 
 def read_payload(path: Path, entry: Entry) -> tuple[dict[str, Any], str | None]:
-    """Read a rank's file; return it, or what is wrong with it."""
+    """Return the payload of a rank's file, or an error message."""
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe has no end
+        if path.exists() and not (
+            path.is_file() or path.is_dir()
+        ):  # reading a pipe may block forever
             return {}, f"{path} must be a file"
         with path.open("rb") as file:
             if problem := _damage(path, file, entry):
                 return {}, problem
-            return decode_payload(file, path)
+            return _decode_payload(file, path)
     except OSError as error:
         return {}, cause(path, error)
 
 
-def decode_payload(file: BinaryIO, path: Path) -> tuple[dict[str, Any], str | None]:
-    """Read what a rank gave; return it, or what is wrong with it."""
+def _decode_payload(file: BinaryIO, path: Path) -> tuple[dict[str, Any], str | None]:
+    """Return a decoded payload, or an error message."""
     try:
         payload: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever it is, the other ranks wait for this one's vote
-        return {}, f"{path} must be readable by torch {torch.__version__}, but: {told(error)}"
+    except Exception as error:  # of any kind: the other ranks wait for this rank's vote
+        return {}, f"{path} must be readable by torch {torch.__version__}, but: {summarize(error)}"
     if isinstance(payload, dict):
         return payload, None
     return {}, f"{path} must hold a dict, not a {type(payload).__name__}"
 
 
-def damage(path: Path, entry: Entry) -> str | None:
-    """Return in what a rank's file is not what was written."""
-    try:
-        with path.open("rb") as file:
-            return _damage(path, file, entry)
-    except OSError as error:
-        return cause(path, error)
-
-
 def _damage(path: Path, file: BufferedReader, entry: Entry) -> str | None:
-    """Return in what a file is not what was written; leave it at its beginning."""
+    """Return how a file differs from its entry, or None; rewind it."""
     size = os.fstat(file.fileno()).st_size
     if size != entry.size:
         return f"{path} must have {entry.size} bytes, not {size}"
     if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-        return f"{path} must hold what was saved, but its hash is another"
+        return f"{path} must hold the saved bytes, but its hash differs"
     file.seek(0)
     return None
 
 
 def write_whole(path: Path, what: bytes | Callable[[BinaryIO], object]) -> None:
-    """Write a file wholly or not at all; it is on the disk when this returns."""
+    """Write a file atomically; its data is on disk on return."""
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -172,22 +152,22 @@ def write_whole(path: Path, what: bytes | Callable[[BinaryIO], object]) -> None:
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name too
+        os.fsync(folder)  # makes the rename durable
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # unsupported by some file systems
             raise
     finally:
         os.close(folder)
 
 
-# --- what is wrong --------------------------------------------------------------------------
+# --- error messages -------------------------------------------------------------------------
 
 LEAVES = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
 TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
 def unfit(payload: Mapping[str, Any]) -> str | None:
-    """Return what of a payload could be saved but not loaded: `weights_only` refuses it."""
+    """Return the message for a payload that `weights_only` would refuse to load, or None."""
     for where, value in _leaves(dict(payload), "payload"):
         if type(value) not in LEAVES | TENSORS:
             return (
@@ -199,18 +179,18 @@ def unfit(payload: Mapping[str, Any]) -> str | None:
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
     if type(value) in (dict, OrderedDict):
-        for key, one in value.items():
+        for key, item in value.items():
             yield from _leaves(key, f"a key of {where}")
-            yield from _leaves(one, f"{where}[{key!r}]")
+            yield from _leaves(item, f"{where}[{key!r}]")
     elif type(value) in (list, tuple, set):
-        for index, one in enumerate(value):
-            yield from _leaves(one, f"{where}[{index}]")
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{where}[{index}]")
     else:
         yield where, value
 
 
 def cause(path: Path, error: Exception) -> str:
-    """Return the path and what happened there."""
+    """Return the path and the reason of an error."""
     named = error.strerror if isinstance(error, OSError) else None
     return f"{path}: {named or error}"
 

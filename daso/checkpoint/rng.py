@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["rng_state", "set_rng_state"]
-
 
 def rng_state() -> dict[str, Any]:
     """Return the states of torch's CPU generator, Python's, and NumPy's if it is loaded."""
@@ -20,7 +18,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(states: Mapping[str, Any]) -> None:
-    """Put back what `rng_state` returned; NumPy's only where it is loaded."""
+    """Restore the states of `rng_state`; NumPy's only if it is loaded."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     numpy = _numpy()
@@ -29,5 +27,5 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
 
 
 def _numpy() -> Any:
-    # Not imported for this: who has not loaded it has not drawn from it.
+    # Not imported here: a program that has not loaded it has drawn no numbers from it.
     return sys.modules.get("numpy")

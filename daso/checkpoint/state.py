@@ -1,12 +1,12 @@
-"""Checkpoints: a file per rank, and a manifest, written last, without which they do not count.
+"""Checkpoints: a file per rank, and a manifest, written last, which makes them valid.
 
 In a folder that all ranks share::
 
-    step-00000120/rank-00000.pt    what rank 0 gave
-    step-00000120/manifest.json    of which world, and the hash of every rank's file
+    step-00000120/rank-00000.pt    rank 0's payload
+    step-00000120/manifest.json    the world that saved, and the hash of every rank's file
     latest                         the name of the newest, for people and scripts
 
-A crash at any moment leaves the checkpoints that were complete before it.
+A crash at any time leaves the complete checkpoints intact.
 """
 
 import json
@@ -31,53 +31,39 @@ from daso.checkpoint.files import (
     write_payload,
     write_whole,
 )
+from daso.comm.control import broadcast, gather
 from daso.comm.topology import Topology
 from daso.errors import CheckpointError, CheckpointWriteError, ConfigError
 from daso.plan.options import Exchange
 
-__all__ = ["Checkpoints", "Loaded", "joined"]
-
-SEEN_SECONDS = 30.0  # until a file that was written is seen from another host
-ENOUGH = 3  # ranks' reasons in one message
+VISIBLE_SECONDS = 30.0  # until other hosts see a written file
+MAX_REASONS = 3  # of ranks, in one message
 logger = logging.getLogger("daso")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checkpoint that every rank has read.
-
-    In the same world each rank has what it saved itself. In another one, of another size or cut
-    into other nodes, all ranks have what rank 0 saved.
-    """
+    """A checkpoint that every rank has read."""
 
     step: int
+    # This rank's payload in the same world; rank 0's payload on all ranks if the world's size or
+    # its cut into nodes has changed.
     payload: dict[str, Any]
     world: int  # ranks that saved it
     same_world: bool
-    refused: tuple[str, ...]  # newer ones, and why
+    refused: tuple[str, ...]  # newer checkpoints that are invalid, with reasons
 
 
 class Checkpoints:
-    """The checkpoints in one folder.
-
-    Args:
-        folder: Where; made with its parents by the first `save`. All ranks must share it.
-        topology: The ranks that save and load together.
-        keep: How many to keep; older ones are removed once a newer one is complete and, written in
-            the background, at the next `wait`, `save` or `load`.
-        timeout_seconds: How long ranks wait for each other before they save or load.
-
-    Raises:
-        ConfigError: `keep` is below 1.
-    """
+    """Saves and loads the checkpoints in one folder, which all ranks share."""
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path,  # created, with its parents, by the first `save`
         topology: Topology,
         *,
-        keep: int = 3,
-        timeout_seconds: float = Exchange().timeout_seconds,
+        keep: int = 3,  # older ones are removed after a newer one is complete
+        timeout_seconds: float = Exchange().timeout_seconds,  # limit on waiting for other ranks
     ) -> None:
         if keep < 1:
             raise ConfigError(f"the checkpoints to keep must be at least 1, not {keep}")
@@ -85,38 +71,30 @@ class Checkpoints:
         self._topology = topology
         self._keep = keep
         self._timeout_seconds = timeout_seconds
-        self._saved: set[int] = set()  # the step saved last, where it may be saved once more
-        self._writing: BackgroundWrite | None = None  # the same on every rank: one, or none
-        self._refused: set[int] = set()  # steps that `load` found not to be sound
+        self._saved: set[int] = set()  # the last saved step, if it may be saved again
+        self._writing: BackgroundWrite | None = None  # set on all ranks or none
+        self._refused: set[int] = set()  # steps that `load` found invalid
 
     # --- saving ----------------------------------------------------------------------------
 
     def save(self, step: int, payload: Mapping[str, Any], *, background: bool = False) -> None:
-        """Write a checkpoint and remove those that are too many.
-
-        Args:
-            step: The same on every rank, and above the steps saved before.
-            payload: What this rank wants back: tensors and plain values in dicts, lists, tuples.
-            background: Only copy tensors to memory of the host here; a thread writes them while
-                training goes on. The checkpoint counts once all ranks' are written; `wait`, or the
-                next `save` or `load`, waits for that, and raises what went wrong.
-
-        Raises:
-            CheckpointError: It cannot be written; the same on every rank, with the rank, the path
-                and the cause. Earlier checkpoints stay.
-
-        Collective over the world; blocking: until it is written, or copied.
-        """
+        """Write a checkpoint above all earlier steps. Collective over the world; blocking."""
+        # In the background: it blocks until tensors are copied to host memory, and a thread writes
+        # them. The checkpoint is valid once all ranks' files are written; `wait`, or the next
+        # `save` or `load`, waits for that, and raises any error.
         rank = self._topology.rank
         self.wait()
         self._topology.rendezvous("save a checkpoint", self._timeout_seconds)
-        self._let_once_more(step)
+        self._allow_repeat(step)
         self._agree(unfit(payload) or self._unready(step))
-        self._refused.add(step)  # until all ranks know of it: it may be saved again before
+        # Until all ranks know that it is valid, the step may be saved again.
+        self._refused.add(step)
         if background:
             try:
                 copies, problem = staged(payload), None
-            except Exception as error:  # no memory: other ranks wait for this one's vote
+            except (
+                Exception
+            ) as error:  # for example no memory: other ranks wait for this rank's vote
                 copies, problem = {}, unwritable(self._rank_file(step, rank), error)
             self._agree(problem, clear=step)
             write = partial(self._write_in_background, step, copies)
@@ -126,11 +104,13 @@ class Checkpoints:
         path, entry, problem = self._rank_file(step, rank), None, None
         try:
             entry = write_payload(path, dict(payload))
-        except Exception as error:  # whatever it is, the other ranks wait for this one's vote
+        except Exception as error:  # of any kind: the other ranks wait for this rank's vote
             problem = unwritable(path, error)
         self._agree(problem, clear=step)
-        entries = self._topology.world_comm.gather(entry)
-        problem = None if entries is None else self._complete(step, entries)
+        gathered = gather(self._topology, entry, self._timeout_seconds)
+        # None of them is None: `_agree` would have raised.
+        entries = [entry_of_rank for entry_of_rank in gathered if entry_of_rank is not None]
+        problem = self._complete(step, entries) if rank == 0 else None
         self._agree(problem, clear=step)
         self._refused.discard(step)
         self._saved = {step}
@@ -138,13 +118,7 @@ class Checkpoints:
             self._prune(step)
 
     def wait(self) -> None:
-        """Block until a checkpoint that is written in the background counts; else do nothing.
-
-        Raises:
-            CheckpointError: It could not be written; the same on every rank.
-
-        Collective over the world; blocking.
-        """
+        """Wait until the background checkpoint is valid. Collective over the world; blocking."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -155,22 +129,22 @@ class Checkpoints:
         except Exception:
             writing.give_up()
             raise
-        done, problem = writing.join(SEEN_SECONDS)
+        done, problem = writing.join(VISIBLE_SECONDS)
         if not done and problem is None:  # all ranks have written
             problem = self._unseen(writing.step)
         self._agree(problem, clear=writing.step)
         self._refused.discard(writing.step)
-        if self._topology.rank == 0:  # not before: a late error removes this one
+        if self._topology.rank == 0:  # only now: a late error removes this checkpoint
             self._prune(writing.step)
 
-    def _let_once_more(self, step: int) -> None:
-        """Let a step be saved again that was saved, where a rank was lost before all knew it."""
+    def _allow_repeat(self, step: int) -> None:
+        """Allow a step to be saved again if a rank was lost before all ranks knew of it."""
         if self._topology.is_elastic:
             known = (self._refused | self._saved) & {step}
-            self._refused.update(*self._topology.world_comm.allgather(known))
+            self._refused.update(*gather(self._topology, known, self._timeout_seconds))
 
     def _write_in_background(self, step: int, payload: dict[str, Any]) -> str | None:
-        """Write this rank's file, and beside it what it is; return what went wrong."""
+        """Write this rank's file and its entry; return an error message."""
         path = self._rank_file(step, self._topology.rank)
         try:
             entry = write_payload(path, payload)
@@ -180,7 +154,7 @@ class Checkpoints:
         return None
 
     def _complete_in_background(self, step: int) -> tuple[bool, str | None]:
-        """Complete a step where all ranks' files are there; return whether, and what went wrong."""
+        """Complete a step if all ranks' files exist; return whether, and an error message."""
         paths = [self._rank_file(step, rank) for rank in range(self._topology.world_size)]
         if not all(_entry_of(path).exists() for path in paths):
             return False, None
@@ -192,11 +166,11 @@ class Checkpoints:
         return True, problem
 
     def _agree(self, problem: str | None, *, clear: int | None = None) -> None:
-        """Raise on every rank when any has a problem, and remove the step that it was met in."""
+        """Raise on all ranks if any rank has a problem, after removing the step `clear`."""
         try:
-            # Of a step that is being written: it may go well another time.
+            # A failed write may succeed on another attempt.
             kind = CheckpointError if clear is None else CheckpointWriteError
-            self._topology.raise_on_all_ranks(problem, kind)
+            self._topology.raise_on_all_ranks(problem, kind, self._timeout_seconds)
         except CheckpointError:
             if clear is not None:
                 self._refused.discard(clear)
@@ -205,28 +179,28 @@ class Checkpoints:
             raise
 
     def _unready(self, step: int) -> str | None:
-        """Make room for a step; return what speaks against saving it."""
+        """Create the folder of a step; return the reason if the step may not be saved."""
         if self._topology.rank > 0:
             return None
         try:
             newer = [
-                one
-                for one, whole in self._list()
-                if whole and one >= step and one not in self._refused
+                saved
+                for saved, whole in self._list()
+                if whole and saved >= step and saved not in self._refused
             ]
             if newer:
                 return (
                     f"a step to save must be above those in {self._folder}, but {step} is not "
                     f"above {newer[-1]}: load that one first, or choose an empty folder"
                 )
-            remove(self._step_folder(step))  # torn or refused: nothing of it may stay
+            remove(self._step_folder(step))  # incomplete or refused: remove all of it
             self._step_folder(step).mkdir(parents=True)
         except OSError as error:
             return unwritable(self._step_folder(step), error)
         return None
 
     def _complete(self, step: int, entries: list[Entry]) -> str | None:
-        """Write the manifest, from where on the checkpoint counts; return what went wrong."""
+        """Write the manifest, which makes the checkpoint valid; return an error message."""
         for rank, entry in enumerate(entries):
             path = self._rank_file(step, rank)
             if not path.exists() or path.stat().st_size != entry.size:
@@ -241,7 +215,7 @@ class Checkpoints:
         return None
 
     def _unseen(self, step: int) -> str:
-        """Say which rank's file of a step is not seen from here."""
+        """Return the error message for a rank's file that is not visible here."""
         paths = [self._rank_file(step, rank) for rank in range(self._topology.world_size)]
         lost = (rank for rank, path in enumerate(paths) if not _entry_of(path).exists())
         rank = next(lost, self._topology.rank)
@@ -250,49 +224,38 @@ class Checkpoints:
     def _not_shared(self, path: Path, rank: int) -> str:
         return (
             f"all ranks must share {self._folder}, but {path}, which rank {rank} wrote, is not "
-            f"seen from here: choose a folder on a shared file system"
+            f"visible here: choose a folder on a shared file system"
         )
 
     def _prune(self, newest: int) -> None:
-        """Remove old checkpoints, and what crashes left."""
+        """Remove old checkpoints and incomplete ones."""
         try:
             listed = self._list()
         except OSError as error:
             logger.warning("old checkpoints stay: %s", cause(self._folder, error))
             return
-        # The newest counts before all ranks know of it.
+        # The newest is valid before all ranks know of it.
         known = [s for s, whole in listed if whole and s <= newest]
         sound = [s for s in known if s == newest or s not in self._refused]
         for step, whole in listed:
-            # A newer one was refused by `load`; it stays for people to look at.
+            # A newer one, refused by `load`, stays for inspection.
             if not whole or (step < newest and step not in sound[-self._keep :]):
                 remove(self._step_folder(step))
 
     # --- loading ---------------------------------------------------------------------------
 
     def load(self) -> Loaded | None:
-        """Read the newest checkpoint that is sound on every rank.
-
-        Others that are newer are refused, and world rank 0 logs why.
-
-        Returns:
-            The checkpoint; None where none was ever completed.
-
-        Raises:
-            CheckpointError: There are checkpoints and none is sound; the same on every rank.
-
-        Collective over the world; blocking.
-        """
+        """Read the newest valid checkpoint; None without any. Collective; blocking."""
         reasons: list[str] = []
         self.wait()
         self._topology.rendezvous("load a checkpoint", self._timeout_seconds)
         listed = self._listed()
         for step, whole in reversed(listed):
-            found = self._load(step) if whole else "it was not finished"
-            if isinstance(found, Loaded):
-                return replace(found, refused=tuple(reasons))
+            loaded = self._load(step) if whole else "it was not finished"
+            if isinstance(loaded, Loaded):
+                return replace(loaded, refused=tuple(reasons))
             self._refused.add(step)
-            reasons.append(f"step {step}: {found}")
+            reasons.append(f"step {step}: {loaded}")
             if self._topology.rank == 0:
                 logger.warning("checkpoint refused: %s", reasons[-1])
         if any(whole for _, whole in listed):
@@ -303,31 +266,28 @@ class Checkpoints:
         return None
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, oldest first.
-
-        Collective over the world; blocking.
-        """
+        """Return the steps of complete checkpoints. Collective over the world; blocking."""
         self.wait()
         return [step for step, whole in self._listed() if whole]
 
     def _load(self, step: int) -> Loaded | str:
-        """Read a checkpoint on every rank, or return why not."""
-        rank_info, world = self._topology.rank_info, self._topology.world_comm
+        """Read a checkpoint on every rank, or return the reason of the failure."""
+        rank_info = self._topology.rank_info
         manifest: Manifest | str | None = None
         if rank_info.rank == 0:
             try:
                 manifest = Manifest.read(self._step_folder(step) / MANIFEST, step)
             except CheckpointError as error:
                 manifest = str(error)
-        manifest = world.bcast(manifest)
+        manifest = broadcast(self._topology, manifest, self._timeout_seconds)
         if not isinstance(manifest, Manifest):
             return str(manifest)
         same = manifest.node_of == rank_info.node_of
         rank = rank_info.rank if same else 0
         payload, problem = read_payload(self._rank_file(step, rank), manifest.files[rank])
-        problems = world.allgather(problem)
+        problems = gather(self._topology, problem, self._timeout_seconds)
         if any(problems):
-            return joined(problems)
+            return _joined(problems)
         return Loaded(step, payload, len(manifest.files), same, ())
 
     def _listed(self) -> list[tuple[int, bool]]:
@@ -338,16 +298,20 @@ class Checkpoints:
             except OSError as error:
                 problem = f"checkpoints must be readable, but {cause(self._folder, error)}"
         self._agree(problem)
-        return list(self._topology.world_comm.bcast(listed))
+        return list(broadcast(self._topology, listed, self._timeout_seconds) or ())
 
     # --- the folder ------------------------------------------------------------------------
 
     def _list(self) -> list[tuple[int, bool]]:
-        """List all steps, oldest first, and whether they are complete."""
+        """Return all steps, oldest first, each with whether it is complete."""
         if not self._folder.exists():
             return []
-        found = [(re.fullmatch(r"step-(\d{8,})", one.name), one) for one in self._folder.iterdir()]
-        return sorted((int(match[1]), (one / MANIFEST).exists()) for match, one in found if match)
+        entries = [
+            (re.fullmatch(r"step-(\d{8,})", path.name), path) for path in self._folder.iterdir()
+        ]
+        return sorted(
+            (int(match[1]), (path / MANIFEST).exists()) for match, path in entries if match
+        )
 
     def _step_folder(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
@@ -357,14 +321,14 @@ class Checkpoints:
 
 
 def _entry_of(path: Path) -> Path:
-    """Return the file that says that a rank's is whole, where a thread wrote it."""
+    """Return the file of a rank file's entry, which the background thread writes."""
     return path.with_suffix(".json")
 
 
-def joined(problems: Sequence[str | None]) -> str:
-    """Return the ranks' reasons as one text; once where all have the same."""
+def _joined(problems: Sequence[str | None]) -> str:
+    """Return the ranks' reasons as one text, or their common reason."""
     if len(set(problems)) == 1:
         return str(problems[0])
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
-    more = f", and {len(found) - ENOUGH} more ranks" if len(found) > ENOUGH else ""
-    return ", ".join(found[:ENOUGH]) + more
+    reasons = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+    more = f", and {len(reasons) - MAX_REASONS} more ranks" if len(reasons) > MAX_REASONS else ""
+    return ", ".join(reasons[:MAX_REASONS]) + more

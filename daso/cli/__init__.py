@@ -1,1 +1,1 @@
-"""Everything a person types."""
+"""The `daso` command line."""

@@ -1,4 +1,4 @@
-"""`daso doctor --nodes N`: how so many nodes would take a mean, and what each algorithm costs."""
+"""`daso doctor --nodes N`: the all-reduce plan and cost of each algorithm for N nodes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,18 +7,16 @@ from daso.checks import check, positive, whole
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import Algorithm, AllReducePlan, named_plan
 from daso.plan.cost_model import LinkCosts, allreduce_cost, choose_plan
-from daso.predict.link_rate import FASTEST_PREDICTED, parse_rate
+from daso.predict.links import FASTEST_PREDICTED, parse_rate
 
-__all__ = ["costs_of", "table"]
-
-BYTES = 2  # of a number on the wire: bf16, with which exchanges begin
+BYTES = 2  # per number on the wire: bf16, the first wire of exchanges
 MOST_NODES = 100_000
-DEFAULT_RATE = 10**9  # bits per second of the link that `LinkCosts` holds by default
+DEFAULT_RATE = 10**9  # bits per second of `LinkCosts`' default link
 NAMED: tuple[Algorithm, ...] = ("direct", "two-level", "halving", "ring")
 
 
 def costs_of(nodes: int, parameters: float, link: str = "1gbit") -> list[dict[str, Any]]:
-    """Return what each algorithm costs a node for one exchange over its link, the chosen first."""
+    """Return the cost per node of one exchange for each algorithm, the chosen one first."""
     check("--nodes", nodes, whole(2, MOST_NODES))
     check("--parameters", parameters, positive(1e15))
     rate = parse_rate(link, FASTEST_PREDICTED)

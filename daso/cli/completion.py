@@ -1,21 +1,19 @@
-"""`daso complete`: what a shell needs to complete daso's commands, options and settings."""
+"""`daso complete`: shell completion of daso's commands, options and settings."""
 
 import argparse
 from collections.abc import Iterator, Sequence
 
 from daso.cli.main import make_parser
-from daso.cli.train.config import settings
+from daso.cli.train.keys import settings
 from daso.errors import ConfigError
 
-__all__ = ["add_parser"]
-
-PROGRAMS = ("run", "submit", "memory", "predict")  # are followed by a program
+PROGRAMS = ("run", "submit", "memory", "predict")  # commands that a program follows
 SHELLS = ("bash", "zsh", "tcsh")
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("shell", choices=SHELLS, help="which shell's")
+    parser.add_argument("shell", choices=SHELLS, help="shell to complete for")
     parser.set_defaults(run=_run)
 
 
@@ -25,7 +23,7 @@ def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
         import shtab
     except ImportError as error:
         raise ConfigError(
-            "scripts for shells are made by shtab, which is not here: pip install shtab"
+            "shell completion needs shtab, which is not installed: pip install shtab"
         ) from error
     parser = make_parser()
     commands = dict(_commands(parser))
@@ -35,10 +33,10 @@ def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
         text = " ".join(meaning.split()).replace("%", "%%")
         commands["train"].add_argument(f"--{key}", choices=words, help=text)
     for name in PROGRAMS:
-        program = commands[name].add_argument("program", nargs="*", help="what ranks run")
+        program = commands[name].add_argument("program", nargs="*", help="program of the ranks")
         vars(program)["complete"] = shtab.FILE
     script = shtab.complete(parser, options.shell)
-    # Files where no word of ours fits: of options that name one, and behind the program.
+    # Complete files as well: values of options that name a file, and arguments of the program.
     print(script.replace("complete -o bashdefault -F", "complete -o bashdefault -o default -F"))
     return 0
 

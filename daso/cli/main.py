@@ -1,4 +1,4 @@
-"""The `daso` command. Parses first; torch and MPI are imported only by what needs them."""
+"""The `daso` command: parses the command line, and imports torch and MPI only when needed."""
 
 import argparse
 import errno
@@ -10,18 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import daso
 from daso.checks import format_value
 from daso.cli.outputs import exit_on_broken_pipe
-from daso.environment import (
-    is_file,
-    is_host_leader,
-    parse_ranks_per_node,
-    path_of,
-    read_launch,
-)
+from daso.cli.parser import Parser
+from daso.environment import is_host_leader, parse_ranks_per_node, read_launch
 from daso.errors import (
     CheckpointWriteError,
     ConfigError,
@@ -30,33 +25,15 @@ from daso.errors import (
     NonFiniteError,
     StallError,
 )
-
-__all__ = ["COMMANDS", "OURS", "Parser", "add_options", "carry_out", "main", "make_parser"]
+from daso.paths import is_file, path_of
 
 DESCRIPTION = "Hierarchical asynchronous data-parallel training for PyTorch over MPI."
-
-
-class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the words."""
-
-    # argparse lets the whole command's parser say it, which does not know the right --help.
-    def parse_known_args(self, *words: Any, **keywords: Any) -> Any:
-        """Refuse words that this command does not know."""
-        options, rest = super().parse_known_args(*words, **keywords)
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
-        return options, rest
-
-    def error(self, message: str) -> NoReturn:
-        """End the program."""
-        one_line = " ".join(message.split())
-        self.exit(2, f"daso: {one_line}; `{self.prog} --help` shows how\n")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line."""
     _open_standard_streams()
-    ours, theirs = _cut(sys.argv[1:] if words is None else list(words))
+    ours, theirs = _split_words(sys.argv[1:] if words is None else list(words))
     for word in ours:
         if word.startswith("-") and word.endswith("=--"):  # argparse would make a list of it
             return _refuse(f"{word.removesuffix('=--')} must have a value, not --; give one")
@@ -66,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def carry_out(
     parser: argparse.ArgumentParser, words: Sequence[str], rest: Sequence[str] = ()
 ) -> int:
-    """Do what a command line says; return its exit code."""
+    """Run a parsed command; return its exit code."""
     return exit_on_broken_pipe(lambda: _carry_out(parser, words, rest))
 
 
@@ -81,7 +58,7 @@ def _carry_out(parser: argparse.ArgumentParser, words: Sequence[str], rest: Sequ
     except DasoError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
-        if read_launch().size > 1:  # each rank says so
+        if read_launch().size > 1:  # each rank prints it
             raise
         print("daso: interrupted", file=sys.stderr)
         return 130
@@ -93,7 +70,7 @@ def _carry_out(parser: argparse.ArgumentParser, words: Sequence[str], rest: Sequ
 
 
 def _open_standard_streams() -> None:
-    """Let what a shell closed (``>&-``) lead nowhere: the next file would take its number."""
+    """Reopen standard streams closed by the shell (``>&-``); files would get their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -104,45 +81,46 @@ def _open_standard_streams() -> None:
 
 def _refuse(why: str) -> int:
     """Print an error, the same on every rank, in one line; return the exit code of wrong use."""
-    if _speaks():
-        print(f"daso: {' '.join(why.splitlines())}", file=sys.stderr)  # names may hold line breaks
+    if _prints_errors():
+        # Names may contain line breaks.
+        print(f"daso: {' '.join(why.splitlines())}", file=sys.stderr)
     elif _is_alone_on_its_host():
         from daso.comm.mpi import OTHERS_SECONDS
 
-        time.sleep(OTHERS_SECONDS)  # where rank 0 says it, too, it may end all
+        time.sleep(OTHERS_SECONDS)  # if rank 0 has the error too, it may end the job
         line = f"daso: rank {read_launch().rank} on {socket.gethostname()}: "
         print(line + " ".join(why.splitlines()), file=sys.stderr)
     return 2
 
 
 def _is_alone_on_its_host() -> bool:
-    """Return whether this host may be the only one that has an error, and nobody else tells it.
+    """Return whether only this host may have an error, which no other rank would print.
 
-    Before ranks met, what is wrong may be so on one host: a folder that is not there, say.
+    Before ranks have met, an error may concern one host: a missing folder, for example.
     """
     topology = sys.modules.get("daso.comm.topology")
     return is_host_leader() and (topology is None or not topology.have_met())
 
 
 def _fail(why: str, *, alone: bool = False) -> int:
-    """Print what went wrong at work; return the exit code of what may go well another time.
+    """Print a failure; return the exit code of failures that may not recur.
 
     Args:
-        why: What it was.
-        alone: Other ranks may not know of it: they wait, or are what this one waited for.
+        why: Message of the failure.
+        alone: Other ranks may not know of it: they wait for this rank, or it waited for them.
     """
     from daso.comm.mpi import end_alone, end_job
 
     line = " ".join(why.splitlines())
-    end_alone(f"daso: {line}")  # who spoke for all may be lost
+    end_alone(f"daso: {line}")  # the printing rank may be lost
     _refuse(why)
     if alone:
-        end_job("" if _speaks() else line)
+        end_job("" if _prints_errors() else line)
     return 1
 
 
-def _speaks() -> bool:
-    """Return whether this rank is the one that prints; after a loss it may be another one."""
+def _prints_errors() -> bool:
+    """Return whether this rank prints errors for all; a loss may move this to another rank."""
     topology = sys.modules.get("daso.comm.topology")
     if topology is not None and (rank := topology.rank_now()) is not None:
         return bool(rank == 0)
@@ -152,8 +130,8 @@ def _speaks() -> bool:
         return True
 
 
-# What each command is for, and what adds its options: only the module of the one that is called is
-# imported, so that the shell does not wait for the others.
+# Help and parser factory of each command: only the called command's module is imported, so that
+# the shell does not wait for the others.
 COMMANDS = {
     "run": ("start a program on several ranks of this machine", "daso.cli.main:_add_run"),
     "train": ("train one of the built-in models", "daso.cli.main:_add_train"),
@@ -161,14 +139,14 @@ COMMANDS = {
     "status": ("show submitted jobs", "daso.slurm.status:add_status"),
     "logs": ("print a submitted job's log", "daso.slurm.status:add_logs"),
     "bench": (
-        "measure ways to train on this machine, beside rivals",
+        "compare training methods on this machine",
         "daso.cli.bench.command:add_parser",
     ),
-    "predict": ("what a schedule would cost on other nodes", "daso.cli.predict:add_parser"),
-    "memory": ("what a script's model needs, and within a budget", "daso.cli.memory:add_parser"),
-    "trace": ("where a recorded run's time went, and who was late", "daso.cli.trace:add_parser"),
-    "doctor": ("look at MPI, torch, GPUs and nodes", "daso.cli.main:_add_doctor"),
-    "complete": ("let a shell complete these words", "daso.cli.completion:add_parser"),
+    "predict": ("predict the cost of a schedule on other nodes", "daso.cli.predict:add_parser"),
+    "memory": ("show a script's memory, and plan within a budget", "daso.cli.memory:add_parser"),
+    "trace": ("show where a recorded run's time went, and late ranks", "daso.cli.trace:add_parser"),
+    "doctor": ("examine MPI, torch, GPUs and nodes", "daso.cli.main:_add_doctor"),
+    "complete": ("print a shell's completion script", "daso.cli.completion:add_parser"),
 }
 
 
@@ -176,7 +154,7 @@ def make_parser(called: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command line.
 
     Args:
-        called: The command whose options are wanted; None: of all.
+        called: The command whose options to add; None: all commands.
     """
     parser = Parser(prog="daso", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"daso {daso.__version__}")
@@ -189,12 +167,12 @@ def make_parser(called: str | None = None) -> argparse.ArgumentParser:
 
 
 def add_options(parser: argparse.ArgumentParser, command: str) -> None:
-    """Give a parser the options of a command."""
+    """Add the options of a command to a parser."""
     _named(COMMANDS[command][1])(parser)
 
 
 def _named(place: str) -> Callable[..., Any]:
-    """Return the function that ``module:name`` names."""
+    """Return the function named by ``module:name``."""
     module, _, name = place.partition(":")
     function: Callable[..., Any] = getattr(import_module(module), name)
     return function
@@ -203,7 +181,7 @@ def _named(place: str) -> Callable[..., Any]:
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="how N nodes would exchange, and what that costs"
+        "--nodes", type=int, metavar="N", help="show how N nodes would exchange, at what cost"
     )
     parser.add_argument(
         "--parameters", type=float, default=25e6, help="of the model, for --nodes (25e6)"
@@ -212,44 +190,48 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_doctor)
 
 
-# Options that take a word, before a program or settings.
-OURS = ("-n", "--ranks", "--ranks-per-node", "--spares", "--restarts", "--fault")
-CUTS = {
-    "submit": "daso.slurm.submit:cut",
-    "memory": "daso.cli.memory:cut",
-    "predict": "daso.cli.predict:cut",
+# Options with a value, before a program or settings.
+VALUE_OPTIONS = ("-n", "--ranks", "--ranks-per-node", "--spares", "--restarts", "--fault")
+SPLITTERS = {
+    "submit": "daso.slurm.submit:split_words",
+    "memory": "daso.cli.memory:split_words",
+    "predict": "daso.cli.predict:split_words",
 }
 
 
-def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Part a command line into options, for argparse, and what belongs to others.
+def _split_words(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split a command line into argparse's options, and the words of a program or settings.
 
-    argparse would take a program's own options, and its ``-m``, for ours, and a setting with a
-    blank in it for a file.
+    argparse would parse a program's own options, and its ``-m``, as daso's, and a setting that
+    contains a blank as a file.
     """
-    if words and words[0] in CUTS:
-        options, program = _named(CUTS[words[0]])(words[1:])
+    if words and words[0] in SPLITTERS:
+        options, program = _named(SPLITTERS[words[0]])(words[1:])
         return [words[0], *options], program
     if words[:1] == ["run"]:
         at = 1
         while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
-            at += 2 if words[at] in OURS else 1
+            at += 2 if words[at] in VALUE_OPTIONS else 1
         return words[:at], tuple(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
     if words[:1] == ["train"]:
-        return _cut_train(words)
+        return _split_train_words(words)
     return words, ()
 
 
-def _cut_train(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Part options from settings, ``--key=value`` or ``--key value``."""
-    from daso.cli.train.config import takes_value
+def _split_train_words(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split ``daso train`` words into options and settings, ``--key=value`` or ``--key value``."""
+    from daso.cli.train.keys import takes_value
 
     ours, settings, at = words[:1], list[str](), 1
     while at < len(words):
         word, at = words[at], at + 1
-        if not word.startswith("--") or word.partition("=")[0] in (*OURS, "--help", "--resume"):
+        if not word.startswith("--") or word.partition("=")[0] in (
+            *VALUE_OPTIONS,
+            "--help",
+            "--resume",
+        ):
             ours.append(word)
-            if word in OURS and at < len(words):
+            if word in VALUE_OPTIONS and at < len(words):
                 ours.append(words[at])
                 at += 1
             continue
@@ -273,7 +255,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--elastic",
         action="store_true",
-        help="let Exchange(elastic=True) go on where a rank is killed (Open MPI 5 or later)",
+        help="let Exchange(elastic=True) continue after a rank is killed (Open MPI 5 or later)",
     )
     _add_survival(parser)
     parser.add_argument(
@@ -295,19 +277,19 @@ def _add_survival(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="start a job that fails again, at most N times: daso train goes on where it saved",
+        help="restart a failed job up to N times: daso train resumes from its checkpoint",
     )
     parser.add_argument(
         "--spares",
         type=int,
         default=0,
         metavar="S",
-        help="start S more ranks that wait until they take the place of a killed one",
+        help="start S spare ranks that wait to replace a killed one",
     )
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    from daso.cli.train.config import describe
+    from daso.cli.train.keys import describe
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "settings, with defaults:\n" + describe()
@@ -315,7 +297,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_survival(parser)
     parser.add_argument("config", nargs="?", type=path_of, help="a TOML file with settings")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in runs/NAME"
+        "--resume", action="store_true", help="resume from the newest checkpoint in runs/NAME"
     )
     parser.set_defaults(run=_train)
 
@@ -329,8 +311,16 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     ranks, pretend = options.ranks, options.ranks_per_node
     if program and not program[0].startswith("-") and not is_file(Path(program[0])):
         raise ConfigError(
-            f"the program must be a script that is there, but there is no "
+            f"the program must be an existing script, but there is no "
             f"{format_value(program[0])} in {Path.cwd()}; mend its path, or run a module with -m"
+        )
+    if ranks == 1 and (
+        late := [word for word in program[1:] if word.partition("=")[0] in VALUE_OPTIONS]
+    ):
+        print(
+            f"daso: {late[0]} stands behind the program and is passed to it: 1 rank starts; write "
+            f"daso run {late[0]} ... {program[0]} to start more",
+            file=sys.stderr,
         )
     return launch(
         Local(
@@ -347,7 +337,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     from daso.cli.launch import Local, launch
-    from daso.cli.train.config import read_config
+    from daso.cli.train.keys import read_config
 
     config = read_config(options.config, words)
     parse_ranks_per_node(options.ranks_per_node or "")
@@ -361,14 +351,14 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
             )
         flags = ["--resume"] if options.resume else []
         files = [str(options.config)] if options.config else []
-        again = ["-m", "daso", "train", *flags, *files, *words]
+        program = ["-m", "daso", "train", *flags, *files, *words]
         ranks, pretend = options.ranks, options.ranks_per_node
         elastic = config.exchange.elastic
         return launch(
             Local(
                 ranks=ranks,
                 ranks_per_node=pretend,
-                program=tuple(again),
+                program=tuple(program),
                 elastic=elastic,
                 spares=options.spares,
                 restarts=options.restarts,
@@ -379,7 +369,7 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     from daso.comm.mpi import finalize
 
     if train(config, resume=options.resume) is None:
-        finalize()  # mpi4py would take this exit code for a failure, and abort the other ranks
+        finalize()  # mpi4py would treat this exit code as a failure, and abort the other ranks
         return CHECKPOINTED
     return 0
 
@@ -393,7 +383,7 @@ def _doctor(options: argparse.Namespace, _: Sequence[str]) -> int:
         rows = costs_of(options.nodes, options.parameters, options.link)
         print(json.dumps(rows, indent=2) if options.json else table(rows))
         return 0
-    found = examine()
-    if _speaks():
-        print(json.dumps(found, indent=2) if options.json else render(found))
-    return 1 if found["problems"] else 0
+    findings = examine()
+    if _prints_errors():
+        print(json.dumps(findings, indent=2) if options.json else render(findings))
+    return 1 if findings["problems"] else 0

@@ -1,86 +1,166 @@
-"""What `daso memory` found, as text, as plain values, and as a picture."""
+"""Analysis of a model's call for `daso memory`: plain values, and their text and figure."""
 
+import gc
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from daso.errors import ConfigError
-from daso.memory.api import MemoryPlan
-from daso.memory.planner import Unit, choose, floor
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["Found", "as_json", "draw", "render"]
+from daso.memory import api
+from daso.memory.api import ForwardArguments, MemoryPlan
+from daso.memory.course import SimulatedStep, floor
+from daso.memory.planner import choose
+from daso.memory.storages import tensors_in
+from daso.torch_private import COMPILED_INSIDE, is_compiled
 
 MIB = 1 << 20
-SHOWN = 40  # rows of units
-MANY = 64  # units: the search would look for minutes, once for each of some budgets
-QUICK = ("keep_late_swap", "keep_late_recompute", "keep_late_both")
-PARTS = (0, 0.1, 0.25, 0.5, 0.75, 1)  # of the way from the floor to plain: budgets to show
+UNLIMITED = 1 << 62  # bytes
+MAX_ROWS = 40  # of units
+SHARES = (0, 0.1, 0.25, 0.5, 0.75, 1)  # of the way from the floor to plain: budgets to show
+WAYS = {"keep": "kept", "swap": "swapped", "recompute": "recomputed"}
+Values = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Found:
-    """What was found at the first call of a script's model.
+def analyse(
+    model: Any, args: Any, kwargs: Any, *, budget: int | None, policy: str, second: str, units: Any
+) -> tuple[Values, list[int] | None]:
+    """Plan the memory of a call, under the modes (such as autocast) that the script has set.
 
-    Args:
-        made: Its plan; if no budget was asked for, that all is kept.
-        program: The script and its arguments.
-        planned: Whether a budget was asked for.
-        policy: Who decides.
-        given: What the model was called with, to be read.
-        optimizer: Whose memory is counted, by its class; None: there is none.
-        notes: What is not counted, and what else is to be known.
+    Returns:
+        The report as plain values, sizes in bytes and times in seconds; and the bytes over a step
+        of the plan to draw: without a budget, the one for the lowest budget that has a plan.
     """
+    notes = list[str]()
+    while (compiled := is_compiled(model)) or isinstance(
+        model, DataParallel | DistributedDataParallel
+    ):
+        notes.append(f"planned for the module inside of {type(model).__name__}, as it is")
+        model = getattr(model, COMPILED_INSIDE) if compiled else model.module
+    if any(torch.nn.parameter.is_lazy(param) for param in model.parameters()):
+        with torch.no_grad():
+            model(*args, **kwargs)  # makes its parameters, which no step does again
+    optimizer, batch = _optimizer_of(model), ForwardArguments(args, kwargs)
+    options: Any = {"optimizer": optimizer, "second": second, "units": units}
+    options["policy"] = "all_keep" if budget is None else policy
+    plan = api.plan(model, batch, UNLIMITED if budget is None else budget, **options)
+    others = {} if budget is not None else dict(_plans_for_budgets(plan, policy))
+    params, inputs = list(model.parameters()), tensors_in((args, kwargs))
+    shapes = [f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in inputs[:4]]
+    drawn = next(filter(None, others.values()), None) if budget is None else plan
+    planned = None if drawn is None else _bytes_over_a_step(plan, drawn.chosen.simulated)
+    values = {
+        "model": {
+            "class": type(model).__name__,
+            "parameters": sum(param.numel() for param in params),
+            "trained": sum(param.numel() for param in params if param.requires_grad),
+        },
+        "called_with": ", ".join(shapes + ["..."] * (len(inputs) > 4)) or "no tensor",
+        "optimizer": None if optimizer is None else _name(optimizer),
+        "policy": policy,
+        "second": plan.second,
+        "static_bytes": {**plan.static._asdict(), "total": plan.static.total},
+        "plain_bytes": plan.plain_bytes,
+        "plain_seconds": plan.plain.seconds,
+        "floor_bytes": plan.static.total + floor(plan.profile),
+        "link": asdict(plan.link),
+        "plan": None if budget is None else _plan_values(plan, measured_bytes=plan.measured_bytes),
+        "budgets": [
+            {"budget_bytes": nbytes, **(_plan_values(other) if other else {}), "fits": bool(other)}
+            for nbytes, other in others.items()
+        ],
+        "units": [*_unit_values(plan, planned=budget is not None)],
+        "bytes_over_a_step": {
+            "plain": _bytes_over_a_step(plan, plan.plain),
+            "planned": None if budget is None else planned,
+        },
+        "notes": [*notes, *_notes(params, optimizer)],
+    }
+    return values, planned
 
-    made: MemoryPlan
-    program: tuple[str, ...]
-    planned: bool
-    policy: str
-    given: str
-    optimizer: str | None
-    notes: tuple[str, ...]
 
-    @property
-    def floor_bytes(self) -> int:
-        """Bytes below which no plan can go, with all that is there all the time."""
-        return self.made.static.total + floor(self.made.script.units)
-
-    @cached_property
-    def budgets(self) -> dict[int, MemoryPlan | None]:
-        """Plans for some budgets, from the floor to plain; None where the policy has none."""
-        least, most = self.floor_bytes, self.made.plain_bytes
-        some = (least + part * (most - least) for part in PARTS)
-        return {nbytes: self._within(nbytes) for nbytes in map(_typed, some)}
-
-    @property
-    def deciders(self) -> tuple[str, ...]:
-        """Policies of which the fastest decides within each of these budgets."""
-        many = len(self.made.script.units) > MANY
-        return QUICK if many and self.policy == "search" else (self.policy,)
-
-    def _within(self, nbytes: int) -> MemoryPlan | None:
-        made, plans = self.made, list[MemoryPlan]()
-        for policy in self.deciders:
-            try:
-                chosen = choose(
-                    made.script.units, nbytes - made.static.total, made.link, policy=policy
-                )
-            except ConfigError:  # what it does needs more
-                continue
-            plans.append(replace(made, budget_bytes=nbytes, chosen=chosen))
-            if plans[-1].slowdown <= 1:
-                break
-        return min(plans, key=lambda one: one.slowdown, default=None)
+def _plans_for_budgets(plain: MemoryPlan, policy: str) -> Iterator[tuple[int, MemoryPlan | None]]:
+    """Yield budgets from the floor to plain with their plans; None where the policy has none."""
+    static, least = plain.static.total, plain.static.total + floor(plain.profile)
+    for share in SHARES:
+        nbytes = _rounded_up(least + share * (plain.plain_bytes - least))
+        try:
+            chosen = choose(plain.profile, nbytes - static, plain.link, policy=policy)
+            yield nbytes, replace(plain, budget_bytes=nbytes, chosen=chosen, measured_bytes=0)
+        except ConfigError:
+            yield nbytes, None
 
 
-def _typed(nbytes: float) -> int:
+def _plan_values(plan: MemoryPlan, **more: int) -> Values:
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "seconds": plan.chosen.simulated.seconds,
+        "slowdown": plan.slowdown,
+        **{f"{text}_bytes": plan.bytes_of(way) for way, text in WAYS.items()},
+        **more,
+    }
+
+
+def _unit_values(plan: MemoryPlan, *, planned: bool) -> Iterator[Values]:
+    rows = zip(plan.trace.names, plan.chosen.ways, plan.profile.units, strict=True)
+    for number, (name, way, unit) in enumerate(rows):
+        saved = sum(group.nbytes for group in plan.profile.groups if number in group.saved[:1])
+        sizes = {"saved_bytes": saved, "again_bytes": unit.recomputed_bytes}
+        seconds = {key: time for key, time in unit._asdict().items() if key.endswith("_seconds")}
+        yield {"module": name, "way": way if planned else None, **sizes, **seconds}
+
+
+def _bytes_over_a_step(plan: MemoryPlan, step: SimulatedStep) -> list[int]:
+    """Return all bytes in each moment: forward of the units in order, then their backward."""
+    return [plan.static.total + nbytes for nbytes in step.resident_bytes]
+
+
+def _optimizer_of(model: Any) -> Any:
+    """Return the newest optimizer that has parameters of a model, or None."""
+    params = {id(param) for param in model.parameters() if param.requires_grad}
+    optimizers = [
+        candidate
+        for generation in range(3)  # of Python's garbage collector: newest objects first
+        for candidate in reversed(gc.get_objects(generation))
+        if issubclass(type(candidate), torch.optim.Optimizer) and params & _param_ids(candidate)
+    ]
+    inner = {id(wrapper.inner) for wrapper in optimizers if hasattr(wrapper, "inner")}  # of DASO
+    return next((optimizer for optimizer in optimizers if id(optimizer) not in inner), None)
+
+
+def _param_ids(optimizer: Any) -> set[int]:
+    """Return the ids of an optimizer's parameters; it may be under construction."""
+    groups = getattr(optimizer, "param_groups", ())
+    return {id(param) for group in groups for param in group["params"]}
+
+
+def _name(optimizer: Any) -> str:
+    name = type(optimizer).__name__
+    return f"{name}({_name(optimizer.inner)})" if hasattr(optimizer, "inner") else name
+
+
+def _notes(params: Sequence[torch.Tensor], optimizer: Any) -> Iterator[str]:
+    """Yield the limits of the analysis."""
+    known = set[int]() if optimizer is None else _param_ids(optimizer)
+    missing = [param for param in params if param.requires_grad and id(param) not in known]
+    if optimizer is None:
+        yield "no optimizer has the model's parameters when it is called: its memory is not counted"
+    elif missing:
+        yield (
+            f"{len(missing)} trained parameters are in no optimizer, or in another one than "
+            f"{_name(optimizer)}: its memory is not counted"
+        )
+    yield "the loss is not counted: the sum of the model's outputs stands in for it"
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def _rounded_up(nbytes: float) -> int:
     """Return the bytes of a size as it is shown, which are not less."""
     return math.ceil(math.ceil(nbytes / MIB * 100) / 100 * MIB)
 
@@ -89,244 +169,108 @@ def _mib(nbytes: float) -> str:
     return f"{nbytes / MIB:,.2f}"
 
 
-# --- text -----------------------------------------------------------------------------------------
-
-
-def render(found: Found) -> str:
-    """Return all as lines for people."""
-    table = _unit_lines(found) if found.planned else _budget_lines(found)
-    return "\n".join([*_head(found), "", *table, "", *(f"- {note}" for note in found.notes)])
-
-
-def _head(found: Found) -> Iterator[str]:
-    """Say what it comes to, one line each."""
-    made, static = found.made, found.made.static
-    count, trained = _parameters(made)
-    frozen = "" if count == trained else f", {trained:,} of them trained"
-    yield f"model         {type(made.model).__name__}, {count:,} parameters{frozen}"
-    yield f"called with   {found.given}"
-    yield (
-        f"static        {_mib(static.total)} MiB: parameters {_mib(static.parameters)}, gradients "
-        f"{_mib(static.gradients)}, {found.optimizer or 'optimizer'} {_mib(static.optimizer)}, "
-        f"batch {_mib(static.batch)}, casts {_mib(static.casts)}"
-    )
-    yield f"plain peak    {_mib(made.plain_bytes)} MiB"
-    if found.planned:
-        yield f"planned peak  {_mib(made.peak_bytes)} MiB"
-        yield f"budget        {_mib(made.budget_bytes)} MiB"
-        yield (
-            f"time          {made.slowdown:.3f} of plain, predicted: forward and backward "
-            f"{1e3 * made.chosen.course.seconds:,.1f} ms"
-        )
-        yield "activations   " + ", ".join(
-            f"{text} {_mib(made.bytes_of(way))} MiB" for way, text in FATES.items()
-        )
+def render(values: Values) -> str:
+    """Return the report as text."""
+    model, link, chosen = values["model"], values["link"], values["plan"]
+    static = {name: _mib(nbytes) for name, nbytes in values["static_bytes"].items()}
+    count, trained = model["parameters"], model["trained"]
+    head = {
+        "model": f"{model['class']}, {count:,} parameters"
+        + (f", {trained:,} of them trained" if trained < count else ""),
+        "called with": values["called_with"],
+        "static": f"{static['total']} MiB: parameters {static['parameters']}, gradients "
+        f"{static['gradients']}, {values['optimizer'] or 'optimizer'} {static['optimizer']}, "
+        f"batch {static['batch']}",
+        "plain peak": f"{_mib(values['plain_bytes'])} MiB",
+    }
+    if chosen:
+        sizes = (f"{text} {_mib(chosen[f'{text}_bytes'])} MiB" for text in WAYS.values())
+        head |= {
+            "planned peak": f"{_mib(chosen['peak_bytes'])} MiB; {_mib(chosen['measured_bytes'])} "
+            "measured in a step",
+            "budget": f"{_mib(chosen['budget_bytes'])} MiB",
+            "time": f"{chosen['slowdown']:.3f} of plain, predicted: forward and backward "
+            f"{1e3 * chosen['seconds']:,.1f} ms",
+            "activations": ", ".join(sizes),
+        }
     else:
-        yield f"floor         {_mib(_typed(found.floor_bytes))} MiB: no budget can be below"
-    yield (
-        f"link          {made.second}: {made.link.bytes_per_second / (1 << 30):,.2f} GiB/s, "
-        f"{1e6 * made.link.latency_seconds:,.1f} us for each copy, measured"
+        head["floor"] = f"{_mib(_rounded_up(values['floor_bytes']))} MiB: no budget can be below"
+    head["link"] = (
+        f"{values['second']}: {link['bytes_per_second'] / (1 << 30):,.2f} GiB/s, "
+        f"{1e6 * link['latency_seconds']:,.1f} us for each copy, measured"
     )
+    lines = [f"{name:<14}{text}" for name, text in head.items()]
+    table = _unit_lines(values["units"]) if chosen else _budget_lines(values)
+    return "\n".join([*lines, "", *table, "", *(f"- {note}" for note in values["notes"])])
 
 
-FATES = {"keep": "kept", "swap": "swapped", "recompute": "recomputed"}
-
-
-def _parameters(made: MemoryPlan) -> tuple[int, int]:
-    """Return how many numbers are parameters, and how many of them are trained."""
-    params = list(made.model.parameters())
-    return sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
-
-
-def _budget_lines(found: Found) -> Iterator[str]:
-    """Say what time some budgets would cost."""
-    by = f"by {found.policy}"
-    if found.policy not in found.deciders:
-        by = f"at most ({found.policy} looks longer once --budget is there)"
-    yield f"What a budget would cost, {by}; sizes in MiB, time over that of plain:"
-    yield f"{'budget':>12}{'peak':>12}{'time':>8}" + "".join(
-        f"{text:>12}" for text in FATES.values()
-    )
-    for nbytes, made in found.budgets.items():
-        if made is None:
-            yield f"{_mib(nbytes):>12}  no plan by {' or '.join(found.deciders)}"
+def _budget_lines(values: Values) -> Iterator[str]:
+    policy, rows = values["policy"], values["budgets"]
+    yield f"Costs of budgets, by {policy}; sizes in MiB, time relative to plain:"
+    heads = "".join(f"{text:>12}" for text in WAYS.values())
+    yield f"{'budget':>12}{'peak':>12}{'time':>8}{heads}"
+    for row in rows:
+        size = f"{_mib(row['budget_bytes']):>12}"
+        if row["fits"]:
+            sizes = "".join(f"{_mib(row[f'{text}_bytes']):>12}" for text in WAYS.values())
+            yield f"{size}{_mib(row['peak_bytes']):>12}{row['slowdown']:>8.3f}{sizes}"
         else:
-            ways = "".join(f"{_mib(made.bytes_of(way)):>12}" for way in FATES)
-            yield f"{_mib(nbytes):>12}{_mib(made.peak_bytes):>12}{made.slowdown:>8.3f}{ways}"
-    good = [nbytes for nbytes, made in found.budgets.items() if made is not None]
+            yield f"{size}  no plan by {policy}"
+    good = [row["budget_bytes"] for row in rows if row["fits"]]
     if good:
         yield f"Choose one, as in: --budget {good[len(good) // 2] / MIB:.2f}MiB"
 
 
-class _Row(NamedTuple):
-    """A unit, or several one behind the other that go the same way."""
-
-    number: str
-    name: str
-    way: str
-    units: Sequence[Unit]
-
-
-def _unit_lines(found: Found) -> Iterator[str]:
-    """Say what becomes of each unit, or of units that go the same way where there are many."""
-    script, ways = found.made.script, found.made.chosen.ways
-    rows = [
-        _Row(str(number), name, way, [unit])
-        for number, (name, way, unit) in enumerate(
-            zip(script.names, ways, script.units, strict=True)
-        )
-    ]
-    if len(rows) > SHOWN:
-        rows = [_folded(list(same)) for _, same in groupby(rows, key=lambda row: row.way)]
-    wide = max(len("begins with"), *(len(row.name) for row in rows)) + 2
+def _unit_lines(rows: Sequence[Values]) -> Iterator[str]:
+    width = max(len("module"), *(len(row["module"]) for row in rows)) + 2
     yield (
-        f"{'unit':>9}  {'begins with':<{wide}}{'way':<16}{'head MiB':>9}{'tail MiB':>10}"
+        f"{'module':<{width}}{'way':<16}{'saved MiB':>10}{'again MiB':>10}"
         f"{'forward ms':>12}{'backward ms':>13}{'recompute ms':>14}"
     )
-    for at, row in enumerate(rows):
-        if len(rows) > SHOWN and SHOWN // 2 <= at < len(rows) - SHOWN // 2:
-            if at == SHOWN // 2:
-                yield f"{'...':>9}  {len(rows) - SHOWN // 2 * 2} rows more"
-            continue
-        yield (
-            f"{row.number:>9}  {row.name:<{wide}}{row.way:<16}"
-            f"{_mib(sum(unit.head.nbytes for unit in row.units)):>9}"
-            f"{_mib(sum(unit.tail.nbytes for unit in row.units)):>10}"
-            f"{1e3 * sum(unit.forward_seconds for unit in row.units):>12.3f}"
-            f"{1e3 * sum(unit.backward_seconds for unit in row.units):>13.3f}"
-            f"{1e3 * sum(unit.recompute_seconds for unit in row.units):>14.3f}"
-        )
+    half, hidden = MAX_ROWS // 2, len(rows) - MAX_ROWS
+    for number, row in enumerate(rows):
+        if hidden <= 0 or not half <= number < half + hidden:
+            module, way, saved, again, *seconds = row.values()
+            times = "".join(f"{1e3 * time:>{12 + at}.3f}" for at, time in enumerate(seconds))
+            yield f"{module:<{width}}{way:<16}{_mib(saved):>10}{_mib(again):>10}{times}"
+        elif number == half:
+            yield f"...  {hidden} rows more"
 
 
-def _folded(rows: Sequence[_Row]) -> _Row:
-    """Return one row of several."""
-    if len(rows) == 1:
-        return rows[0]
-    names = [name for name, _ in Counter(row.name for row in rows).most_common(3)]
-    name = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
-    units = [unit for row in rows for unit in row.units]
-    return _Row(f"{rows[0].number}-{rows[-1].number}", name, rows[0].way, units)
+# --- figure ---------------------------------------------------------------------------------------
 
 
-# --- plain values ---------------------------------------------------------------------------------
-
-
-def as_json(found: Found) -> dict[str, Any]:
-    """Return all as plain values, sizes in bytes and times in seconds."""
-    made = found.made
-    count, trained = _parameters(made)
-    static = made.static
-    return {
-        "script": list(found.program),
-        "model": {"class": type(made.model).__name__, "parameters": count, "trained": trained},
-        "called_with": found.given,
-        "optimizer": found.optimizer,
-        "policy": found.policy,
-        "deciders": list(found.deciders),
-        "second": made.second,
-        "static_bytes": {**static._asdict(), "total": static.total},
-        "plain_bytes": made.plain_bytes,
-        "plain_seconds": made.plain.seconds,
-        "floor_bytes": found.floor_bytes,
-        "link": asdict(made.link),
-        "plan": _plan(made) if found.planned else None,
-        "budgets": []
-        if found.planned
-        else [
-            {"budget_bytes": nbytes, **({} if one is None else _plan(one)), "fits": one is not None}
-            for nbytes, one in found.budgets.items()
-        ],
-        "units": [*_units(found)],
-        "bytes_over_a_step": {
-            "plain": _over_a_step(made, made.plain.there),
-            "planned": _over_a_step(made, made.chosen.course.there) if found.planned else None,
-        },
-        "notes": list(found.notes),
-    }
-
-
-def _plan(made: MemoryPlan) -> dict[str, Any]:
-    return {
-        "budget_bytes": made.budget_bytes,
-        "peak_bytes": made.peak_bytes,
-        "seconds": made.chosen.course.seconds,
-        "slowdown": made.slowdown,
-        **{f"{text}_bytes": made.bytes_of(way) for way, text in FATES.items()},
-    }
-
-
-def _units(found: Found) -> Iterator[dict[str, Any]]:
-    script, ways = found.made.script, found.made.chosen.ways
-    for number, (name, way, unit) in enumerate(zip(script.names, ways, script.units, strict=True)):
-        yield {
-            "number": number,
-            "begins_with": name,
-            "way": way if found.planned else None,
-            "head_bytes": unit.head.nbytes,
-            "tail_bytes": unit.tail.nbytes,
-            "forward_seconds": unit.forward_seconds,
-            "backward_seconds": unit.backward_seconds,
-            "recompute_seconds": unit.recompute_seconds,
-        }
-
-
-def _over_a_step(made: MemoryPlan, there: Sequence[int]) -> list[int]:
-    """Return bytes in each moment: forward of the first unit to the last, then backward."""
-    return [made.static.total + nbytes for nbytes in there]
-
-
-# --- a picture ------------------------------------------------------------------------------------
-
-
-def draw(found: Found) -> "Figure":
-    """Draw memory over one step: plain, as planned, and what is there all the time.
-
-    Without a budget, the plan for the lowest one that was found is drawn.
-    """
+def draw(values: Values, planned: Sequence[int] | None) -> Any:
+    """Return a figure of memory over one step: plain, planned (see `analyse`) and static."""
     from matplotlib.figure import Figure
 
-    made: MemoryPlan | None = found.made
-    if not found.planned:
-        made = next((one for one in found.budgets.values() if one is not None), None)
-    static, count = found.made.static.total / MIB, len(found.made.script.units)
+    names = [row["module"] for row in values["units"]]
+    static, count = values["static_bytes"]["total"] / MIB, len(names)
     figure = Figure(figsize=(9, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    edges = range(2 * count + 1)
-    plain = _over_a_step(found.made, found.made.plain.there)
-    axes.stairs([one / MIB for one in plain], edges, baseline=None, color="0.35", label="plain")
-    if made is not None:
-        there = [one / MIB for one in _over_a_step(made, made.chosen.course.there)]
-        axes.stairs(there, edges, baseline=static, fill=True, color="tab:blue", alpha=0.55)
-        axes.stairs(there, edges, baseline=None, color="tab:blue", label="planned")
-        budget = made.budget_bytes / MIB
-        label = f"budget, {budget:,.2f} MiB"
-        axes.axhline(budget, color="tab:red", linestyle="--", linewidth=1.2, label=label)
+    axes, edges = figure.add_subplot(), range(2 * count + 1)
+    heights = [nbytes / MIB for nbytes in values["bytes_over_a_step"]["plain"]]
+    axes.stairs(heights, edges, baseline=None, color="0.35", label="plain")
+    model, top = values["model"], max(heights)
+    title = f"{model['class']}, {model['parameters'] / 1e6:,.2f} M parameters"
+    if planned is not None:
+        chosen = values["plan"] or next(row for row in values["budgets"] if row["fits"])
+        heights, budget = [nbytes / MIB for nbytes in planned], chosen["budget_bytes"] / MIB
+        axes.stairs(heights, edges, baseline=static, fill=True, color="tab:blue", alpha=0.55)
+        axes.stairs(heights, edges, baseline=None, color="tab:blue", label="planned")
+        axes.axhline(budget, color="tab:red", linestyle="--", label=f"budget, {budget:,.2f} MiB")
+        top = max(top, budget)
+        title += f"; planned by {values['policy']}: {chosen['slowdown']:.2f} of plain's time"
     axes.stairs([static] * 2 * count, edges, fill=True, color="0.82", label="static")
-    axes.set_ylim(0, 1.12 * max(*plain, made.budget_bytes if made else 0) / MIB)
-    _label(axes, count)
-    axes.set_title(_title(found, made), fontsize=10)
-    figure.legend(loc="outside right upper")
-    return figure
-
-
-def _label(axes: "Axes", count: int) -> None:
-    """Tell whose forward or backward each moment is."""
+    axes.set_ylim(0, 1.12 * top)
     axes.axvline(count, color="0.35", linestyle=":", linewidth=1)
     axes.set_xlim(0, 2 * count)
     for at, text in ((0.25, "forward"), (0.75, "backward")):
         axes.text(at, 0.97, text, transform=axes.transAxes, ha="center", va="top", color="0.35")
-    units = range(0, count, math.ceil(count / 8))
-    places = [one + 0.5 for one in units] + [2 * count - one - 0.5 for one in reversed(units)]
-    axes.set_xticks(places, [str(one) for one in (*units, *reversed(units))])
-    axes.set_xlabel("unit whose forward, and then whose backward it is")
+    shown = range(0, count, math.ceil(count / 8))
+    ticks = [unit + 0.5 for unit in shown] + [2 * count - unit - 0.5 for unit in reversed(shown)]
+    labels = [names[unit] for unit in (*shown, *reversed(shown))]
+    axes.set_xticks(ticks, labels, rotation=45, ha="right", fontsize=8)
     axes.set_ylabel("memory, MiB")
-
-
-def _title(found: Found, made: MemoryPlan | None) -> str:
-    count, _ = _parameters(found.made)
-    name = f"{type(found.made.model).__name__}, {count / 1e6:,.2f} M parameters"
-    if made is None:
-        return name
-    quick = not found.planned and found.policy not in found.deciders
-    by = "" if quick else f" by {found.policy}"
-    return f"{name}; planned{by}: {made.slowdown:.2f} of plain's time"
+    axes.set_title(title, fontsize=10)
+    figure.legend(loc="outside right upper")
+    return figure

@@ -1,4 +1,4 @@
-"""What a command prints, and files that it is asked to write."""
+"""Output of commands: standard output, and the files that options name."""
 
 import os
 import select
@@ -11,14 +11,12 @@ from pathlib import Path
 
 from daso.errors import ConfigError
 
-__all__ = ["exit_on_broken_pipe", "may_write", "write_file", "writing"]
-
 STDOUT = 1
 PICTURES = (".png", ".pdf", ".svg")  # kinds of files that matplotlib writes
 
 
 def exit_on_broken_pipe(act: Callable[[], int]) -> int:
-    """Act; end as by SIGPIPE, without a word, where who reads what is printed left (``| head``).
+    """Call `act`; exit silently, as by SIGPIPE, if the reader of the output has left (``| head``).
 
     Args:
         act: Returns an exit code.
@@ -26,36 +24,36 @@ def exit_on_broken_pipe(act: Callable[[], int]) -> int:
     try:
         try:
             code = act()
-        except SystemExit:  # of a parser, that has printed its help
+        except SystemExit:  # from a parser that printed its help
             sys.stdout.flush()
             raise
-        sys.stdout.flush()  # a failure at the interpreter's end would be told
-        return code  # noqa: TRY300 - what is flushed may fail
+        sys.stdout.flush()  # a failure at interpreter exit would print a traceback
+        return code  # noqa: TRY300 - flushing may fail
     except BrokenPipeError:
         if _has_reader() or _is_one_of_several_ranks():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # of what is still to be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for output still to be flushed
         return 128 + signal.SIGPIPE
 
 
 def _is_one_of_several_ranks() -> bool:
-    """Tell whether this is one of several ranks: all are to end when one does."""
+    """Return whether this process is one of several ranks, which must all end with it."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized()) and mpi.COMM_WORLD.Get_size() > 1
 
 
 def _has_reader() -> bool:
-    """Tell whether somebody has the other end of what is printed to."""
+    """Return whether standard output still has a reader."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def may_write(json_path: Path | None, plot: Path | None) -> None:
-    """Raise now what would go wrong when all is computed."""
+    """Raise `ConfigError` early if an output file could not be written at the end."""
     for path in (json_path, plot):
         if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"a file must lie in a folder that is there, not {path}")
+            raise ConfigError(f"a file must lie in an existing folder, not {path}")
         if path is not None and path.is_dir():
             raise ConfigError(f"a file must be writable, but {path} is a folder; choose another")
     if plot is not None:
@@ -66,14 +64,14 @@ def may_write(json_path: Path | None, plot: Path | None) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file, or raise what is wrong with it."""
+    """Write a file; raise `ConfigError` if it cannot be written."""
     with writing(path):
         path.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise what is wrong with a file that is written inside."""
+    """Turn `OSError` of writing a file into `ConfigError`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Step times, efficiency and recorded steps as pictures."""
+"""Plots of step times, efficiency and recorded steps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +10,6 @@ from daso.trace import EXCHANGE, KINDS, MERGE, SEND, STEP, WAIT_INTER_NODE, WAIT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["draw", "draw_efficiency", "draw_timeline", "save"]
 
 DRAWN = 16  # ranks
 COLOURS = {
@@ -37,7 +35,7 @@ def draw(runs: Sequence[Mapping[str, Any]]) -> "Figure":
         ratios = {row["name"]: row["over_compute"] for row in run["rows"] if row["name"] in names}
         places = [names.index(name) + (at + 0.5) * width - BAR / 2 for name in ratios]
         bars = axes.barh(places, list(ratios.values()), width, label=run["plan"]["link"])
-        axes.bar_label(bars, [f"{one:.2f}x" for one in ratios.values()], padding=3, fontsize=8)
+        axes.bar_label(bars, [f"{ratio:.2f}x" for ratio in ratios.values()], padding=3, fontsize=8)
     axes.axvline(1, color="0.3", linewidth=1)
     axes.set_xscale("log")
     axes.margins(x=0.15)
@@ -63,8 +61,11 @@ def draw_efficiency(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     panels = figure.subplots(1, len(links), sharey=True, squeeze=False)[0]
     for axes, link in zip(panels, links, strict=True):
         for policy in dict.fromkeys(row["policy"] for row in rows):
-            mine = [row for row in rows if (row["link"], row["policy"]) == (link, policy)]
-            nodes, parts = [row["nodes"] for row in mine], [100 * row["efficiency"] for row in mine]
+            rows_of_line = [row for row in rows if (row["link"], row["policy"]) == (link, policy)]
+            nodes, parts = (
+                [row["nodes"] for row in rows_of_line],
+                [100 * row["efficiency"] for row in rows_of_line],
+            )
             axes.plot(nodes, parts, marker="o", markersize=4, label=policy)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({row["nodes"] for row in rows}))
@@ -79,17 +80,17 @@ def draw_efficiency(rows: Sequence[Mapping[str, Any]]) -> "Figure":
 
 
 def draw_timeline(timeline: Timeline, steps: int = 12) -> "Figure":
-    """Draw what every rank did during so many steps in the middle of a recording.
+    """Draw the activity of every rank during some steps in the middle of a recording.
 
-    A rank has two lines: above what its training thread did, below the exchanges beside it.
+    A rank has two lines: its training thread above, its exchanges below.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     ranks = timeline.ranks[:DRAWN]
-    taken = [span for span in ranks[0].spans if span.kind == STEP]
-    first = max(0, len(taken) // 2 - steps // 2)
-    shown = taken[first : first + steps]
+    step_spans = [span for span in ranks[0].spans if span.kind == STEP]
+    first = max(0, len(step_spans) // 2 - steps // 2)
+    shown = step_spans[first : first + steps]
     begins, ends = shown[0].begins, shown[-1].ends
     figure = Figure(figsize=(11, 1.4 + 0.7 * len(ranks)), layout="constrained")
     axes = figure.add_subplot()
@@ -113,6 +114,6 @@ def draw_timeline(timeline: Timeline, steps: int = 12) -> "Figure":
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a figure to a file of the kind that its name says."""
+    """Write a figure; the file's suffix selects the format."""
     with writing(path):
         figure.savefig(path, dpi=130)

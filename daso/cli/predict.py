@@ -1,46 +1,42 @@
-"""`daso predict`: what a schedule would cost on nodes that are not at hand. Nothing is measured.
+"""`daso predict`: the cost of a schedule on other nodes, simulated.
 
-With ``--throttle`` a program runs on this machine slowed down, which is measured, and estimated.
+With ``--throttle`` a program runs on this machine slowed down, and is estimated from its steps.
 """
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from daso.cli.outputs import may_write, write_file
-from daso.environment import path_of
 from daso.errors import ConfigError
+from daso.paths import path_of
 from daso.plan.auto import Auto
 from daso.plan.cost_model import LinkCosts
 from daso.plan.layout import SMALL_SHARE
 from daso.plan.options import BITS, Exchange, Gradients, Settings
 from daso.plan.policies import Fixed
 from daso.plan.schedule import Policy
-from daso.predict.cluster import Cluster, Job
-from daso.predict.link_rate import FASTEST_PREDICTED, parse_rate
-from daso.predict.network import HEADERS, Link
-from daso.predict.run_log import read_run
+from daso.predict.cluster import Cluster
+from daso.predict.jobs import Job, read_run
+from daso.predict.links import FASTEST_PREDICTED, HEADERS, Link, parse_rate
 from daso.predict.simulator import Outcome, simulate
 
-__all__ = ["TYPICAL_DRIFT", "add_parser", "cut"]
-
-LEAST_STEPS = 400  # Auto takes about 250 to find its place
-LEAST_RESTORED_STEPS = 1600  # and 100 before that, synchronous, where the optimizer normalizes
+LEAST_STEPS = 400  # Auto needs about 250 to settle
+LEAST_RESTORED_STEPS = 1600  # normalizing optimizers: 100 synchronous steps come first
 MOST_STEPS = 10**8  # of all nodes together: about a minute for each policy
 SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}  # after a number of parameters
 SYNCHRONOUS = "synchronous, as DDP"
 POLICIES = ("synchronous", "fixed:4:1", "auto")
-# Of the training thread, for a number of an exchange. With an H200 `Auto` chose skip 12 to 15 for
-# 25.6 M numbers and steps of 46 to 63 ms, for one per cent of these (scripts/figures/gpu.json); a
-# CPU that trains takes 2e-9.
+# Seconds of the training thread per number of an exchange. On an H200 `Auto` chose skip 12 to 15
+# for 25.6 M numbers and steps of 46 to 63 ms, to spend one per cent of them
+# (scripts/figures/gpu.json); training on a CPU takes 2e-9.
 TYPICAL_OWN_SECONDS = 3e-10
-TYPICAL_SMALL_SECONDS = 1e-3  # of it, for an exchange of small tensors alone
-TYPICAL_DRIFT = 1e-5  # of a batch, where no run tells: 16 nodes, Fashion-MNIST, late in training
+TYPICAL_SMALL_SECONDS = 1e-3  # of the training thread, per exchange of small tensors only
+TYPICAL_DRIFT = 1e-5  # per batch, without a recorded run: 16 nodes, Fashion-MNIST, late in training
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -60,26 +56,28 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jitter", type=float, help="spread of step times, e.g. 0.02")
     parser.add_argument("--drift", type=float, help=f"of nodes in a batch ({TYPICAL_DRIFT:g})")
     parser.add_argument(
-        "--optimizer", choices=("sgd", "adamw"), help="adamw: Adam and its kin (the run's; sgd)"
+        "--optimizer", choices=("sgd", "adamw"), help="adamw: Adam and similar (the run's; sgd)"
     )
-    parser.add_argument("--cores", type=float, default=2, help="of a rank: 2 or more: one to spare")
+    parser.add_argument(
+        "--cores", type=float, default=2, help="of a rank; 2 or more: one is free for exchanges"
+    )
     parser.add_argument("--faster-compute", type=float, default=1, help="divides step times")
     parser.add_argument(
-        "--steps", type=int, help=f"to go through, {LEAST_STEPS} or more (1000; adamw 2000)"
+        "--steps", type=int, help=f"to simulate, {LEAST_STEPS} or more (1000; adamw 2000)"
     )
-    parser.add_argument("--json", type=path_of, help="write what is predicted to this file")
+    parser.add_argument("--json", type=path_of, help="write the predictions to this file")
     parser.add_argument("--plot", type=path_of, help="draw efficiency over nodes (PNG, PDF or SVG)")
     parser.add_argument(
         "--throttle",
         type=path_of,
         metavar="PLAN",
-        help="run the program behind -- on this machine, slowed down as a TOML file says",
+        help="run the program after -- on this machine, slowed down by a TOML plan",
     )
     parser.set_defaults(run=_run)
 
 
-def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Part the words behind ``predict`` into options and, behind ``--``, a program."""
+def split_words(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split the words behind ``predict`` into options and, behind ``--``, a program."""
     at = words.index("--") if "--" in words else len(words)
     return list(words[:at]), tuple(words[at + 1 :])
 
@@ -97,7 +95,7 @@ def _run(chosen: argparse.Namespace, program: Sequence[str]) -> int:
 
 
 def count(word: str) -> float:
-    """Return how many a word says: ``25.6M``, ``7B`` or ``25.6e6``."""
+    """Parse a number such as ``25.6M``, ``7B`` or ``25.6e6``."""
     scale = SCALES.get(word[-1:], 1.0)
     try:
         return float(word if scale == 1.0 else word[:-1]) * scale
@@ -107,7 +105,7 @@ def count(word: str) -> float:
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    job, said = _job(chosen)
+    job, notes = _job(chosen)
     nodes = list(dict.fromkeys(_whole(word, "--nodes") for word in chosen.nodes.split(",")))
     links = {word.strip(): _link(word, chosen.latency_us) for word in chosen.link.split(",")}
     policies = dict(_policy(word) for word in chosen.policy or POLICIES)
@@ -119,8 +117,8 @@ def _main(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--steps must be at least {least}, not {chosen.steps}")
     if chosen.steps * max(nodes) > MOST_STEPS:
         raise ConfigError(
-            f"--steps times --nodes must be at most {MOST_STEPS} (each step of each node is gone "
-            f"through), not {chosen.steps} times {max(nodes)}"
+            f"--steps times --nodes must be at most {MOST_STEPS} (each step of each node is "
+            f"simulated), not {chosen.steps} times {max(nodes)}"
         )
     may_write(chosen.json, chosen.plot)
     try:
@@ -132,12 +130,12 @@ def _main(chosen: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("daso: interrupted", file=sys.stderr)
         return 130
-    assumptions = [*said, *_assumptions(chosen, job)]
-    print("Predicted, not measured. What stands behind it:")
+    assumptions = [*notes, *_assumptions(chosen, job)]
+    print("Predicted, not measured. Assumptions:")
     print("\n".join(f"- {line}" for line in assumptions))
     if chosen.json is not None:
-        found = {"job": asdict(job), "rows": rows, "assumptions": assumptions}
-        write_file(chosen.json, json.dumps(found, indent=1) + "\n")
+        values = {"job": asdict(job), "rows": rows, "assumptions": assumptions}
+        write_file(chosen.json, json.dumps(values, indent=1) + "\n")
     if chosen.plot is not None:
         from daso.cli import plots
 
@@ -152,54 +150,45 @@ def _predict(
     settings: Settings,
     steps: int,
 ) -> list[dict[str, Any]]:
-    """Go through all of it, and print a table for every link."""
+    """Simulate all policies on all clusters; print a table for every link."""
     rows = []
-    for name, of_rate in clusters.items():
-        of_link = []
-        for cluster in of_rate:
-            for policy, chooses in policies.items():
-                outcome = simulate(job, cluster, chooses, settings, steps=steps)
-                told = {"link": name, "nodes": cluster.nodes, "policy": policy}
-                of_link.append({**told, **_row(outcome, job)})
-        print(table(job, name, of_link), end="\n\n", flush=True)
-        rows += of_link
+    for link, clusters_of_link in clusters.items():
+        rows_of_link = [
+            {"link": link, "nodes": cluster.nodes, "policy": name}
+            | _row(simulate(job, cluster, policy, settings, steps=steps), job)
+            for cluster in clusters_of_link
+            for name, policy in policies.items()
+        ]
+        print(table(job, link, rows_of_link), end="\n\n", flush=True)
+        rows += rows_of_link
     return rows
 
 
 def _job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
-    """Return what is trained, from a run, from options, or from both."""
+    """Return the job from a run, from options, or from both, and notes on its assumptions."""
     if chosen.run_folder is not None:
-        job, said = _recorded_job(chosen.run_folder)
+        job, notes = read_run(chosen.run_folder)
+        if job.normalizes and not job.drift:  # the run made no exchanges
+            job = replace(job, own_seconds=TYPICAL_OWN_SECONDS, drift=TYPICAL_DRIFT)
     elif chosen.parameters is None or chosen.step_ms is None:
-        raise ConfigError("--from=RUN, or --parameters and --step-ms, must say what is trained")
+        raise ConfigError("--from=RUN, or --parameters and --step-ms, must describe the job")
     else:
-        job, said = _typical_job(chosen)
-    given = {"jitter": chosen.jitter, "drift": chosen.drift, "parameters": chosen.parameters}
-    if chosen.step_ms is not None:
-        given["step_seconds"] = chosen.step_ms / 1e3
-    known = {name: value for name, value in given.items() if value is not None}
+        job, notes = _typical_job(chosen)
+    if not chosen.faster_compute > 0:
+        raise ConfigError(f"--faster-compute must be above 0, not {chosen.faster_compute}")
+    options = {"jitter": chosen.jitter, "drift": chosen.drift, "parameters": chosen.parameters}
+    known = {name: value for name, value in options.items() if value is not None}
     if chosen.parameters is not None:  # a run's model may be larger
         known["small_parameters"] = chosen.parameters * job.small_parameters / job.parameters
     if chosen.optimizer is not None:
         known["normalizes"] = chosen.optimizer == "adamw"
-    job = replace(job, **known)
-    job = replace(job, message_seconds=LinkCosts().message_seconds)
-    if not chosen.faster_compute > 0:
-        raise ConfigError(f"--faster-compute must be above 0, not {chosen.faster_compute}")
-    return replace(job, step_seconds=job.step_seconds / chosen.faster_compute), said
-
-
-def _recorded_job(run_folder: Path) -> tuple[Job, tuple[str, ...]]:
-    """Return what a run tells, and what is usual of what it does not."""
-    recorded = read_run(run_folder)
-    job = recorded.job
-    if job.normalizes and not job.drift:  # it made no exchanges
-        job = replace(job, own_seconds=TYPICAL_OWN_SECONDS, drift=TYPICAL_DRIFT)
-    return job, recorded.said
+    step_seconds = job.step_seconds if chosen.step_ms is None else chosen.step_ms / 1e3
+    known["step_seconds"] = step_seconds / chosen.faster_compute
+    return replace(job, message_seconds=LinkCosts().message_seconds, **known), notes
 
 
 def _typical_job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
-    """Return a model that only its size and the time of a step are known of."""
+    """Return a job from the model's size and the step time, with typical values for the rest."""
     job = Job(
         chosen.parameters,
         chosen.step_ms / 1e3,
@@ -209,13 +198,13 @@ def _typical_job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
         jitter=0.02,
         drift=TYPICAL_DRIFT,
     )
-    said = (
-        "the host's own work on an exchange is taken for less than the transfer; "
-        "--from=RUN takes it from a run",
-        f"small tensors, a 16th of the numbers at most, are what Auto exchanges alone, too, "
+    notes = (
+        "the host's own work on an exchange is assumed to take less than the transfer; "
+        "--from=RUN reads it from a run",
+        f"Auto also exchanges small tensors alone, at most a 16th of the numbers, "
         f"and the training thread takes {1e3 * TYPICAL_SMALL_SECONDS:g} ms each time",
     )
-    return job, said[:1] if chosen.optimizer == "adamw" else said
+    return job, notes[:1] if chosen.optimizer == "adamw" else notes
 
 
 def _whole(word: str, flag: str) -> int:
@@ -238,7 +227,7 @@ def _policy(word: str) -> tuple[str, Policy]:
     if word == "synchronous":
         return SYNCHRONOUS, Fixed(1, 0)
     kind, *numbers = word.split(":")
-    if kind == "fixed" and len(numbers) == 2 and all(one.isdecimal() for one in numbers):
+    if kind == "fixed" and len(numbers) == 2 and all(number.isdecimal() for number in numbers):
         policy = Fixed(int(numbers[0]), int(numbers[1]))
         if policy.start().synchronous:
             return SYNCHRONOUS, policy
@@ -246,16 +235,16 @@ def _policy(word: str) -> tuple[str, Policy]:
     raise ConfigError(f"--policy must be synchronous, auto or fixed:SKIP:WAIT, not {word!r}")
 
 
-def _row(found: Outcome, job: Job) -> dict[str, Any]:
+def _row(outcome: Outcome, job: Job) -> dict[str, Any]:
     return {
-        "step_ms": 1e3 * found.step_seconds,
-        "efficiency": found.efficiency(job),
-        "exposed_ms": 1e3 * found.exposed_seconds,
-        "mbytes": found.bytes_per_step / 1e6,
-        "skip": found.skip,
-        "wait": found.wait,
-        "wire": found.wire,
-        "plan": found.plan,
+        "step_ms": 1e3 * outcome.step_seconds,
+        "efficiency": outcome.efficiency(job),
+        "exposed_ms": 1e3 * outcome.exposed_seconds,
+        "mbytes": outcome.bytes_per_step / 1e6,
+        "skip": outcome.skip,
+        "wait": outcome.wait,
+        "wire": outcome.wire,
+        "plan": outcome.plan,
     }
 
 
@@ -278,44 +267,43 @@ def table(job: Job, link: str, rows: Sequence[Mapping[str, Any]]) -> str:
             f"{row['efficiency']:>12.1%}{row['exposed_ms']:>9.2f}{row['mbytes']:>10.3f}"
             f"  {chosen}{wire}"
         )
-    best = _advice(rows)
-    return "\n".join([*lines, *best])
+    return "\n".join([*lines, _advice(rows)])
 
 
-def _advice(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Say for the largest cluster which policy pays: the fastest, or as good and more often."""
+def _advice(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the recommended policy on the most nodes: the most frequent of the fastest ones."""
     most = max(row["nodes"] for row in rows)
-    known = [row for row in rows if row["nodes"] == most]
-    best = max(row["efficiency"] for row in known)
-    good = [row for row in known if row["efficiency"] >= 0.99 * best]
-    chosen = min(good, key=lambda row: row["skip"])
-    yield f"  on {most} nodes: {chosen['policy']} (within 1 % of the fastest, exchanges most often)"
+    largest = [row for row in rows if row["nodes"] == most]
+    best = max(row["efficiency"] for row in largest)
+    good = [row for row in largest if row["efficiency"] >= 0.99 * best]
+    policy = min(good, key=lambda row: row["skip"])["policy"]
+    return f"  on {most} nodes: {policy} (within 1 % of the fastest, exchanges most often)"
 
 
 def _assumptions(chosen: argparse.Namespace, job: Job) -> list[str]:
-    """Say what is modelled, and what is not."""
+    """Return the assumptions of the prediction, and its omissions."""
     return [
-        f"every node has one link of its rate both ways, {HEADERS - 1:.1%} of headers, "
-        f"{chosen.latency_us:g} us of latency; the switch between is never full",
-        f"an exchange begins when the last node has sent; all ranks vote, then payloads cross as "
-        f"`daso doctor --nodes` shows, while hosts work on them, "
+        f"every node has one full-duplex link, {HEADERS - 1:.1%} of headers, "
+        f"{chosen.latency_us:g} us of latency; the switch is never full",
+        f"an exchange begins when the last node has sent; all ranks vote, then payloads go as "
+        f"`daso doctor --nodes` shows, while hosts process them, "
         f"{1e6 * job.message_seconds:g} us for each message",
-        f"packing and merging keep the training thread for "
+        f"packing and merging occupy the training thread for "
         f"{1e3 * job.own_seconds * job.parameters:.3g} ms an exchange",
-        "synchronous steps average fp32 gradients while backward goes on: the bytes of a ring, the "
+        "synchronous steps average fp32 gradients during backward: the bytes of a ring, the "
         "latency of a tree",
         f"nodes drift apart by {job.drift:g} of the parameters' mean square in a batch, and the "
-        f"learning rate stays: Auto exchanges by that, so give it your run's (--from, --drift)",
-        f"step times of nodes are independent and log-normal, {job.jitter:.1%} apart; nobody "
-        f"fails, no other job is there",
+        f"learning rate is constant: Auto exchanges by drift; give your run's (--from, --drift)",
+        f"step times of nodes are independent and log-normal, {job.jitter:.1%} apart; no node "
+        f"fails, and no other jobs run",
         f"of {chosen.steps} steps the first quarter does not count; epochs do not end",
-        f"a rank has {chosen.cores:g} cores; an exchange's own work takes what is over 1 of them, "
-        f"and of computing what is missing to 2",
+        f"a rank has {chosen.cores:g} cores; an exchange's own work uses those beyond the first, "
+        f"and with fewer than 2 takes time from computing",
         "the inner optimizer normalizes gradients, as Adam does: Auto averages them in 4 or 8 bits "
-        "for the first 100 to 200 steps, fewer where these cost as much, and while it costs 10 % "
-        "of one"
+        "for the first 100 to 200 steps, fewer if these are expensive, and as long as it costs at "
+        "most 10 % of a step"
         if job.normalizes and chosen.wire != "topk"
-        else "the inner optimizer is such as SGD; with Adam and its kin Auto trains synchronously "
-        "first: --optimizer=adamw",
+        else "the inner optimizer is SGD or similar; with Adam Auto begins synchronously: "
+        "--optimizer=adamw",
         "not modelled: contention inside nodes and in the switch, accuracy",
     ]

@@ -1,4 +1,4 @@
-"""How long messages take over each link between ranks, measured in time slots."""
+"""Measures the seconds of a message over each link between ranks."""
 
 import statistics
 import time
@@ -7,24 +7,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.dtypes import byte_buffer, sum_buffer
 from daso.comm.engine import Work
 from daso.comm.mpi import load
+from daso.comm.reduction import byte_buffer, sum_buffer
 from daso.plan.cost_model import LinkCosts, fitted_costs, slots
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["link_costs", "link_rates"]
-
 PROBE_BYTES = 1 << 19  # of a message, as large as those of exchanges or larger
-TURNS = 5  # messages over each link, of which the middle one counts
-LEAST_SECONDS = 1e-6  # of a message
+TURNS = 5  # messages over each link; the median counts
+MIN_SECONDS = 1e-6  # of a message
 PROBE = 5  # tag
 
 
 def link_costs(lane: "MPI.Comm", world: "MPI.Comm") -> Work[LinkCosts]:
-    """Return what messages between neighbours cost, the same on every rank: the slowest of all.
+    """Return the message costs of the slowest link between neighbors, the same on every rank.
 
     Collective over the world; non-blocking, as work for the engine.
     """
@@ -41,8 +39,8 @@ def link_costs(lane: "MPI.Comm", world: "MPI.Comm") -> Work[LinkCosts]:
 def _link_seconds(comm: "MPI.Comm") -> Work[torch.Tensor]:
     """Return the seconds of a message from each rank to this one (ranks,), 0 from itself.
 
-    In slots: in slot k each rank sends to the k-th after it, so that nobody is hit twice. All begin
-    a slot together; no clock of another is read.
+    In slot k each rank sends to the k-th rank after it, so that no rank receives two messages. All
+    ranks start a slot together; no clock of another rank is read.
 
     Collective over the communicator; non-blocking, as work for the engine.
     """
@@ -54,16 +52,16 @@ def _link_seconds(comm: "MPI.Comm") -> Work[torch.Tensor]:
 
 
 def _seconds_in_slot(comm: "MPI.Comm", slot: Sequence[int], nbytes: int) -> Work[float]:
-    """Return how long a message takes that comes in a slot: the middle of some turns."""
+    """Return the seconds of the message received in a slot: the median of `TURNS`."""
     rank, turns = comm.Get_rank(), []
     leaving, coming = torch.zeros(2, nbytes, dtype=torch.uint8, device="cpu")
     for _ in range(TURNS):
         arrives = comm.Irecv(byte_buffer(coming), slot.index(rank), PROBE)
         yield [comm.Ibarrier()]
-        begun = time.perf_counter()
+        start = time.perf_counter()
         sent = comm.Isend(byte_buffer(leaving), slot[rank], PROBE)
         yield [arrives]
-        turns.append(time.perf_counter() - begun)
+        turns.append(time.perf_counter() - start)
         yield [sent]
     return statistics.median(turns)
 
@@ -74,10 +72,10 @@ def link_rates(
     """Return bytes per second from each node to each other, the same on every rank.
 
     Args:
-        lane: This rank's lane, COMM_NULL where it has none.
-        world: All ranks; of several lanes the slowest counts.
+        lane: This rank's lane; COMM_NULL if it has none.
+        world: All ranks; the slowest of several lanes counts.
         node: Index of this rank's node.
-        nodes: How many.
+        nodes: Number of nodes.
 
     Collective over the world; non-blocking, as work for the engine.
     """
@@ -85,5 +83,5 @@ def link_rates(
     if lane != load().COMM_NULL:
         seconds[node] = yield from _link_seconds(lane)
     yield [world.Iallreduce(load().IN_PLACE, sum_buffer(seconds.view(-1)), op=load().MAX)]
-    rates: list[list[float]] = (PROBE_BYTES / seconds.T.clamp(min=LEAST_SECONDS)).tolist()
+    rates: list[list[float]] = (PROBE_BYTES / seconds.T.clamp(min=MIN_SECONDS)).tolist()
     return rates

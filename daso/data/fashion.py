@@ -1,4 +1,4 @@
-"""Fashion-MNIST from its four idx files, as the Debian package dataset-fashion-mnist has them."""
+"""Fashion-MNIST from its four idx files, as installed by Debian's dataset-fashion-mnist."""
 
 import gzip
 import math
@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from daso.environment import data_folder, is_file
+from daso.environment import data_folder
 from daso.errors import DataError
-
-__all__ = ["find_fashion", "load_fashion"]
+from daso.paths import is_file
 
 # Of the 60000 training images, in grey levels of 0..1.
 _MEAN = 0.286041
@@ -27,10 +26,10 @@ _MAGIC = 0x0800  # unsigned bytes; the last byte of the magic number counts the 
 
 
 def find_fashion(folder: Path | str | None = None) -> Path | None:
-    """Say where Fashion-MNIST is, or None where it is not complete.
+    """Return the folder of Fashion-MNIST, or None if it is not complete.
 
     Args:
-        folder: The one place to look in; without it, where the Debian package puts the files.
+        folder: The folder to check; None: DASO_DATA's, else the Debian package's.
 
     Returns:
         The folder that has all four files, each as NAME.gz or NAME.
@@ -43,8 +42,8 @@ def load_fashion(folder: Path | str | None = None, *, train: bool) -> TensorData
     """Load one split of Fashion-MNIST.
 
     Args:
-        folder: Where the idx files are, each as NAME.gz or NAME; without it what DASO_DATA names,
-            else where the Debian package puts them.
+        folder: Folder of the idx files, each as NAME.gz or NAME; None: DASO_DATA's, else the
+            Debian package's.
         train: The train split (60000 samples), or else the test split (10000).
 
     Returns:
@@ -52,7 +51,7 @@ def load_fashion(folder: Path | str | None = None, *, train: bool) -> TensorData
         0.353024 of the training set; targets 0..9, int64 (N,).
 
     Raises:
-        DataError: A file is missing, or is not what its name says.
+        DataError: A file is missing, or has other contents than its name implies.
     """
     place, names = _place(folder), _TRAIN if train else _TEST
     if missing := _missing(place, names):
@@ -90,9 +89,9 @@ def _read(path: Path, *, dimensions: int) -> torch.Tensor:
     magic, *shape = struct.unpack_from(f">{1 + dimensions}I", data)
     if magic != _MAGIC + dimensions:
         raise _corrupt(path, f"its magic number is {magic}, not {_MAGIC + dimensions}")
-    promised, found = math.prod(shape), len(data) - begin
-    if found != promised or found == 0:
-        raise _corrupt(path, f"its header promises {promised} bytes of data and {found} follow")
+    promised, follows = math.prod(shape), len(data) - begin
+    if follows != promised or follows == 0:
+        raise _corrupt(path, f"its header promises {promised} bytes of data and {follows} follow")
     return torch.frombuffer(data, dtype=torch.uint8, offset=begin).reshape(shape)
 
 
@@ -122,5 +121,5 @@ def _check_labels(path: Path, labels: torch.Tensor, images: int) -> None:
         raise _corrupt(path, f"its highest label is {highest}, not {_CLASSES - 1} or less")
 
 
-def _corrupt(path: Path, what: str) -> DataError:
-    return DataError(f"{path} is not a file of Fashion-MNIST: {what}; replace it by a good copy")
+def _corrupt(path: Path, problem: str) -> DataError:
+    return DataError(f"{path} is not a file of Fashion-MNIST: {problem}; replace it by a good copy")

@@ -1,4 +1,4 @@
-"""Deals a data set out to the ranks of the world; give it to a DataLoader as `batch_sampler`."""
+"""A sampler that divides a data set among the world's ranks; a DataLoader's `batch_sampler`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,52 +10,50 @@ from torch.utils.data import Sampler
 
 from daso.errors import ConfigError
 
-__all__ = ["ShardedSampler"]
-
 
 class Regrouped(Protocol):
     """A world that lost ranks; see `daso.comm.topology.Regrouped`."""
 
     @property
     def rank(self) -> int:
-        """World rank from now on."""
+        """Return the new world rank."""
 
     @property
     def world_size(self) -> int:
-        """Ranks from now on."""
+        """Return the new world size."""
 
     @property
     def most(self) -> Callable[[int], int]:
-        """Returns the largest of all ranks' numbers; collective."""
+        """Return a collective function: the largest of all ranks' numbers."""
 
     @property
     def first(self) -> Callable[[Any], Any]:
-        """Returns what world rank 0 passes; collective."""
+        """Return a collective function: the value passed by world rank 0."""
 
     @property
     def is_new(self) -> bool:
-        """Whether this rank was a spare until now."""
+        """Return whether this rank was a spare until now."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Deal:
-    """How samples are dealt from a batch on."""
+    """Assignment of samples to ranks, from a batch on."""
 
-    batch: int  # the first one
-    sample: int  # where it begins
+    batch: int  # the first batch of this deal
+    sample: int  # the first sample of that batch
     rank: int
     size: int  # ranks
 
 
 class ShardedSampler(Sampler[list[int]]):
-    """Batches of indices for one rank: as many, and as large, as every other rank's.
+    """Batches of indices for one rank; all ranks have the same number and size of batches.
 
     Each epoch has one permutation of the data set, the same on all ranks. A global batch is the
-    next size * batch_size elements of it, and world rank r takes the r-th part; what is left over
-    at the end is dropped. So the same samples meet in a step however many ranks share the global
+    next size * batch_size elements of it, and world rank r takes the r-th part; a remainder at the
+    end is dropped. So a step has the same samples for any number of ranks with the same global
     batch.
 
-    The epoch moves on by `set_epoch` alone.
+    Only `set_epoch` changes the epoch.
 
     Args:
         length: Samples of the data set.
@@ -63,7 +61,7 @@ class ShardedSampler(Sampler[list[int]]):
         size: World size.
         batch_size: Samples per batch of one rank.
         seed: Draws the permutations, with the epoch; the same on all ranks, not negative.
-        shuffle: Whether to permute, or else to keep the order of the data set.
+        shuffle: Whether to permute the data set, or keep its order.
 
     Raises:
         ConfigError: A number is out of its range, or the data set below one global batch.
@@ -81,14 +79,14 @@ class ShardedSampler(Sampler[list[int]]):
     ) -> None:
         _check(length, rank, size, batch_size, seed)
         self._length, self._batch_size = length, batch_size
-        self._deals = [_Deal(0, 0, rank, size)]  # of this epoch; the last one holds from then on
+        self._deals = [_Deal(0, 0, rank, size)]  # of this epoch; the last one is current
         self._seed = seed if shuffle else None
         self._epoch = 0
         self._batch = 0  # batches yielded this epoch
-        self._start: int | None = 0  # the next iteration begins with; None: a whole epoch anew
+        self._start: int | None = 0  # first batch of the next iteration; None: 0, a whole epoch
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, also where an iteration begins in the middle of one."""
+        """Return the batches of a whole epoch, even if an iteration begins in the middle of one."""
         last = self._deals[-1]
         return last.batch + max(0, self._length - last.sample) // self._global_batch
 
@@ -98,21 +96,21 @@ class ShardedSampler(Sampler[list[int]]):
 
     @property
     def batches_done(self) -> int:
-        """Batches yielded this epoch."""
+        """Return the number of batches yielded this epoch."""
         return self._batch
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next batch, from 0."""
+        """Return the epoch of the next batch, from 0."""
         return self._epoch
 
     def regroup(self, world: "Regrouped") -> None:
-        """Deal what is left of the epoch to other ranks, where some were lost or came.
+        """Divide the rest of the epoch among other ranks, after ranks were lost or joined.
 
-        Give it to ``topology.on_regroup``. All ranks change behind the batch that any of them has
-        drawn already, so that no sample is seen twice; a lost rank's part of these is not seen. A
-        rank that is new begins with the last of these batches, which its optimizer lets pass, in
-        the `epoch` of the others. No DataLoader may draw batches ahead then (``num_workers=0``).
+        Register it with ``topology.on_regroup``. All ranks change after the last batch that any of
+        them has drawn, so that no sample is used twice; a lost rank's part of these batches is not
+        used. A new rank begins with the last of these batches, which its optimizer skips, in the
+        `epoch` of the others. No DataLoader may draw batches ahead then (``num_workers=0``).
 
         Args:
             world: Has ``rank``, ``world_size`` (ranks), ``most(number)``, the largest of all ranks'
@@ -125,23 +123,24 @@ class ShardedSampler(Sampler[list[int]]):
         if world.is_new:
             self._epoch, self._batch = epoch, max(0, batch - 1)
             self._start = self._batch
-            self._deals = [replace(deal, rank=0) for deal in deals]  # it has no part in these
-        # Behind the last batch of the epoch nothing is left: some ranks may have ended it.
+            # The rank is unused: this rank joins after the batches of these deals.
+            self._deals = [replace(deal, rank=0) for deal in deals]
+        # After the last batch no samples are left; some ranks may have ended the epoch.
         sample = self._length if batch >= len(self) else self._place(batch)[0]
         self._deals.append(_Deal(batch, sample, world.rank, world.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self._start is None:  # once more
+        if self._start is None:  # repeats the epoch
             self._begin(self._epoch, 0)
         start, self._start = self._start or 0, None
         self._batch = start
         return self._batches(self._order(), start)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of the next iteration; another epoch than now begins at batch 0.
+        """Choose the permutation of the next iteration; a different epoch begins at batch 0.
 
         Args:
-            epoch: Epoch, from 0. The one that `load_state_dict` restored keeps its place.
+            epoch: Epoch, from 0. The epoch restored by `load_state_dict` keeps its position.
 
         Raises:
             ConfigError: The epoch is negative.
@@ -152,12 +151,12 @@ class ShardedSampler(Sampler[list[int]]):
             self._begin(epoch, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place in the epoch, the same on all ranks that have done as many batches.
+        """Return the position in the epoch, the same on all ranks after the same number of batches.
 
         Returns:
             "epoch", and "batch": the batches yielded in it. A DataLoader with workers draws
             batches ahead: there, save the number of batches trained on as "batch" instead.
-            Where ranks were lost in this epoch, "batch" counts as if they had never been.
+            After a loss of ranks in this epoch, "batch" counts as if they had never existed.
         """
         batch = self._batch
         if len(self._deals) > 1:
@@ -165,13 +164,13 @@ class ShardedSampler(Sampler[list[int]]):
         return {"epoch": self._epoch, "batch": batch}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on, in the next iteration, behind the batches that the state has counted.
+        """Continue, in the next iteration, after the batches counted in the state.
 
         Args:
-            state: What `state_dict` returned, for the same data set, seed and global batch.
+            state: State of `state_dict`, for the same data set, seed and global batch.
 
         Raises:
-            ConfigError: The state is of no place in an epoch of this data set.
+            ConfigError: The position does not exist in an epoch of this data set.
         """
         epoch, batch = state["epoch"], state["batch"]
         most = self._length // self._global_batch
@@ -183,14 +182,14 @@ class ShardedSampler(Sampler[list[int]]):
         self._begin(epoch, batch)
 
     def _begin(self, epoch: int, batch: int) -> None:
-        """Begin the next iteration behind so many batches of an epoch, of one deal."""
+        """Begin the next iteration after `batch` batches of an epoch, with one deal."""
         last = self._deals[-1]
         self._epoch, self._batch, self._start = epoch, batch, batch
         self._deals = [_Deal(0, 0, last.rank, last.size)]
 
     def _place(self, batch: int) -> tuple[int, int]:
-        """Return the first sample of a global batch, and the rank that this one has in it."""
-        deal = next(one for one in reversed(self._deals) if one.batch <= batch)
+        """Return the first sample of a global batch, and this rank's index in it."""
+        deal = next(candidate for candidate in reversed(self._deals) if candidate.batch <= batch)
         return deal.sample + (batch - deal.batch) * deal.size * self._batch_size, deal.rank
 
     def _order(self) -> torch.Tensor:
@@ -203,7 +202,7 @@ class ShardedSampler(Sampler[list[int]]):
 
     def _batches(self, order: torch.Tensor, start: int) -> Iterator[list[int]]:
         batch = start
-        while batch < len(self):  # which changes where ranks are lost
+        while batch < len(self):  # changes when ranks are lost
             begin, rank = self._place(batch)
             begin += rank * self._batch_size
             batch += 1

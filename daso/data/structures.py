@@ -1,6 +1,6 @@
-"""Instances of different shapes, made from a seed: lists, trees, deductions, molecules.
+"""Samples of varying shapes, generated from a seed: lists, trees, deductions, molecules.
 
-They are problems like those of the AMPNet paper (arXiv 1705.09786), of which none needs a download.
+They resemble the problems of the AMPNet paper (arXiv 1705.09786), and need no download.
 """
 
 import random
@@ -8,17 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-__all__ = [
-    "Deduction",
-    "Digits",
-    "Expression",
-    "Molecule",
-    "make_deductions",
-    "make_expressions",
-    "make_lists",
-    "make_molecules",
-]
 
 LONGEST = 10  # digits of a list
 OPERATIONS = 4  # on lists
@@ -33,7 +22,7 @@ class Digits:
 
     Args:
         tokens: The operation (10 and up), then digits; (length,).
-        answer: 0 to 9; of a length of 10: 0.
+        answer: 0 to 9; a length of 10 counts as 0.
     """
 
     tokens: torch.Tensor
@@ -44,18 +33,18 @@ def make_lists(count: int, seed: int) -> list[Digits]:
     """Return lists of 1 to 10 digits with an operation each.
 
     Args:
-        count: How many.
-        seed: Of random numbers.
+        count: Number of samples.
+        seed: Seed of the random numbers.
     """
     draw = random.Random(seed)
-    made = []
+    lists = []
     for _ in range(count):
         operation = draw.randrange(OPERATIONS)
         digits = [draw.randrange(10) for _ in range(draw.randint(1, LONGEST))]
         answers = (max(digits), min(digits), max(digits) - min(digits), len(digits) % 10)
         tokens = torch.tensor([10 + operation, *digits], device="cpu")
-        made.append(Digits(tokens, torch.tensor([answers[operation]], device="cpu")))
-    return made
+        lists.append(Digits(tokens, torch.tensor([answers[operation]], device="cpu")))
+    return lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +52,11 @@ class Expression:
     """A binary tree of operators over numbers 0 to 4: larger, smaller, sum modulo 5.
 
     Args:
-        labels: Of every node: a number, at leaves; an operator (0 to 2) elsewhere.
-        parents: Of every node; -1 of the root.
+        labels: Label of every node: a number at leaves, otherwise an operator (0 to 2).
+        parents: Parent of every node; -1 for the root.
         lefts: Whether a node is the left child of its parent.
-        leaves: Indices of those.
-        values: What every node comes to, (nodes,).
+        leaves: Indices of the leaves.
+        values: Value of every node, (nodes,).
     """
 
     labels: tuple[int, ...]
@@ -78,12 +67,12 @@ class Expression:
 
 
 def make_expressions(count: int, seed: int, *, leaves: int = 8) -> list[Expression]:
-    """Return random expressions of 1 up to so many leaves.
+    """Return random expressions of 1 to `leaves` leaves.
 
     Args:
-        count: How many.
-        seed: Of random numbers.
-        leaves: At most.
+        count: Number of samples.
+        seed: Seed of the random numbers.
+        leaves: Maximum number of leaves.
     """
     draw = random.Random(seed)
     return [_expression(draw, draw.randint(1, leaves)) for _ in range(count)]
@@ -118,65 +107,65 @@ def _expression(draw: random.Random, leaves: int) -> Expression:
 
 @dataclass(frozen=True, slots=True)
 class Deduction:
-    """Who is afraid of whom: Gertrude is a mouse, mice are afraid of wolves.
+    """A question of fear: Gertrude is a mouse, mice are afraid of wolves.
 
     Args:
-        species: How many; vertices from 0.
+        species: Number of species; vertices from 0.
         kinds: Species of each individual; vertices after the species.
         feared: Species that each species is afraid of.
-        asked: Vertex of an individual.
+        subject: Vertex of the individual in question.
         answer: Species that it is afraid of.
-        edges: Of each kind, from which vertices to which (2, edges): is a, is afraid of, and both
-            the other way around.
+        edges: Edges of each kind, sources and targets (2, edges): is a, is afraid of, and both
+            reversed.
     """
 
     species: int
     kinds: tuple[int, ...]
     feared: tuple[int, ...]
-    asked: int
+    subject: int
     answer: int
     edges: tuple[torch.Tensor, ...]
 
     @property
     def vertices(self) -> int:
-        """How many there are."""
+        """Return the number of vertices."""
         return self.species + len(self.kinds)
 
 
 def make_deductions(count: int, seed: int) -> list[Deduction]:
-    """Return questions about 3 to 6 species and 2 to 6 individuals, in the manner of bAbI task 15.
+    """Return questions about 3 to 6 species and 2 to 6 individuals, similar to bAbI task 15.
 
     Args:
-        count: How many.
-        seed: Of random numbers.
+        count: Number of samples.
+        seed: Seed of the random numbers.
     """
     draw = random.Random(seed)
-    made = []
+    deductions = []
     for _ in range(count):
         species, people = draw.randint(3, 6), draw.randint(2, 6)
         kinds = tuple(draw.randrange(species) for _ in range(people))
         feared = tuple(
-            draw.choice([other for other in range(species) if other != one])
-            for one in range(species)
+            draw.choice([other for other in range(species) if other != own])
+            for own in range(species)
         )
-        who = draw.randrange(people)
+        person = draw.randrange(people)
         is_a = torch.tensor([range(species, species + people), kinds], device="cpu")
         afraid = torch.tensor([range(species), feared], device="cpu")
         edges = (is_a, afraid, is_a.flip(0), afraid.flip(0))
-        answer = feared[kinds[who]]
-        made.append(Deduction(species, kinds, feared, species + who, answer, edges))
-    return made
+        answer = feared[kinds[person]]
+        deductions.append(Deduction(species, kinds, feared, species + person, answer, edges))
+    return deductions
 
 
 @dataclass(frozen=True, slots=True)
 class Molecule:
-    """A connected graph with kinds of atoms and bonds, and a number that these determine.
+    """A connected graph with kinds of atoms and bonds, and a number determined by them.
 
     Args:
-        atoms: Kind of each.
-        bonds: Two atoms and a kind.
-        target: (1,).
-        edges: Of each kind of bond, in both directions: from which atoms to which (2, edges).
+        atoms: Kind of each atom.
+        bonds: Two atoms and a kind for each bond.
+        target: The number, (1,).
+        edges: Edges of each kind of bond in both directions, sources and targets (2, edges).
     """
 
     atoms: tuple[int, ...]
@@ -186,30 +175,30 @@ class Molecule:
 
     @property
     def vertices(self) -> int:
-        """How many atoms there are."""
+        """Return the number of atoms."""
         return len(self.atoms)
 
 
-# Energies of bonds by kind, scaled by what two atoms bring along: the target is their sum, and a
-# little for every ring.
+# Energies of bonds by kind, scaled by the charges of both atoms: the target is their sum plus a
+# constant per ring.
 STRENGTHS = (0.3, 0.7, 1.2)
 CHARGES = (-0.6, -0.1, 0.4, 0.8)
 RING = 0.5
 
 
 def make_molecules(count: int, seed: int, *, atoms: int = 12) -> list[Molecule]:
-    """Return random molecules of 2 up to so many atoms, some with rings.
+    """Return random molecules of 2 to `atoms` atoms, some of them with rings.
 
     Args:
-        count: How many.
-        seed: Of random numbers.
-        atoms: At most.
+        count: Number of samples.
+        seed: Seed of the random numbers.
+        atoms: Maximum number of atoms.
     """
     draw = random.Random(seed)
-    made = []
+    molecules = []
     for _ in range(count):
         kinds = tuple(draw.randrange(ATOMS) for _ in range(draw.randint(2, atoms)))
-        pairs = [(draw.randrange(one), one) for one in range(1, len(kinds))]
+        pairs = [(draw.randrange(atom), atom) for atom in range(1, len(kinds))]
         for _ in range(draw.randrange(3)):
             a, b = sorted(draw.sample(range(len(kinds)), 2))
             if (a, b) not in pairs:
@@ -220,16 +209,16 @@ def make_molecules(count: int, seed: int, *, atoms: int = 12) -> list[Molecule]:
         )
         rings = len(bonds) - len(kinds) + 1
         target = torch.tensor([(energy + RING * rings) / 10], device="cpu")
-        made.append(Molecule(kinds, bonds, target, _both_ways(bonds)))
-    return made
+        molecules.append(Molecule(kinds, bonds, target, _both_ways(bonds)))
+    return molecules
 
 
 def _both_ways(bonds: Sequence[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
     """Return the edges of each kind of bond, in both directions."""
-    found: list[list[tuple[int, int]]] = [[] for _ in range(BONDS)]
+    edges: list[list[tuple[int, int]]] = [[] for _ in range(BONDS)]
     for a, b, kind in bonds:
-        found[kind] += [(a, b), (b, a)]
+        edges[kind] += [(a, b), (b, a)]
     return tuple(
-        torch.tensor(one, dtype=torch.int64, device="cpu").view(-1, 2).T.contiguous()
-        for one in found
+        torch.tensor(edges_of_kind, dtype=torch.int64, device="cpu").view(-1, 2).T.contiguous()
+        for edges_of_kind in edges
     )

@@ -1,15 +1,13 @@
-"""Data sets made up on the spot: the task is always the same, the seed draws the samples.
+"""Synthetic data sets: the task is always the same, the seed draws the samples.
 
 So two seeds make a train and a test set of one task. The same arguments give the same bits on the
-same kind of machine, and torch's global random numbers are left alone.
+same kind of machine, and torch's global random state is not changed.
 """
 
 import math
 
 import torch
 from torch.utils.data import TensorDataset
-
-__all__ = ["images", "teacher_student", "tokens"]
 
 _TASK_SEED = 20240
 _HIDDEN = 32  # neurons of the teacher
@@ -18,7 +16,7 @@ _SUCCESSOR_ODDS = (0.6, 0.2, 0.15, 0.05)
 
 
 def teacher_student(n: int, features: int, classes: int, *, seed: int) -> TensorDataset:
-    """Make normal inputs that a fixed random network, the teacher, has sorted into classes.
+    """Return normal inputs, classified by a fixed random network, the teacher.
 
     Args:
         n: Samples.
@@ -33,13 +31,13 @@ def teacher_student(n: int, features: int, classes: int, *, seed: int) -> Tensor
     hidden = torch.randn(features, _HIDDEN, generator=task, dtype=torch.float64, device="cpu")
     output = torch.randn(_HIDDEN, classes, generator=task, dtype=torch.float64, device="cpu")
     inputs = torch.randn(n, features, generator=_generator(seed), device="cpu")
-    # In float64 the order of a sum, which depends on the number of threads, flips no label.
+    # In float64 the order of a sum, which depends on the number of threads, changes no label.
     scores = torch.tanh(inputs.double() @ hidden / math.sqrt(features)) @ output
     return TensorDataset(inputs, scores.argmax(dim=1))
 
 
 def images(n: int, *, seed: int, size: int = 28, classes: int = 10) -> TensorDataset:
-    """Make noisy grey images with one bright blob, whose place on a circle tells the class.
+    """Return noisy grey images with one bright blob, whose position on a circle is the class.
 
     Args:
         n: Samples.
@@ -63,7 +61,7 @@ def images(n: int, *, seed: int, size: int = 28, classes: int = 10) -> TensorDat
 
 
 def tokens(n: int, context: int, vocabulary: int, *, seed: int) -> TensorDataset:
-    """Make sequences in which each token has up to four successors, of fixed odds.
+    """Return sequences in which each token has up to four successors, with fixed odds.
 
     The odds are 0.6, 0.2, 0.15 and 0.05, so no model does better than about 1.06 nats per token
     where the four differ.
@@ -71,7 +69,7 @@ def tokens(n: int, context: int, vocabulary: int, *, seed: int) -> TensorDataset
     Args:
         n: Samples.
         context: Tokens per sample.
-        vocabulary: Number of different tokens; who follows whom depends on it alone.
+        vocabulary: Number of different tokens; the successors depend only on it.
         seed: Draws the samples.
 
     Returns:

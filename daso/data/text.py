@@ -1,4 +1,4 @@
-"""Windows over bytes of text; without a folder, over the source of Python's own library."""
+"""Windows over bytes of text; by default over the source of Python's standard library."""
 
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -9,13 +9,11 @@ from torch.utils.data import Dataset
 
 from daso.errors import ConfigError, DataError
 
-__all__ = ["ByteWindows", "load_text"]
-
 _SUFFIXES = {".md", ".py", ".txt"}
 
-# Two machines with the same Python must read the same bytes. So: no tests and no packages that a
-# distribution may leave out or package separately, and no files that a machine writes for itself.
-_NOT_EVERYWHERE = {
+# Two machines with the same Python must read the same bytes: no tests and packages that a
+# distribution may leave out or package separately, and no files that a machine generates.
+_OPTIONAL = {
     "__pycache__",
     "dist-packages",
     "distutils",
@@ -29,11 +27,11 @@ _NOT_EVERYWHERE = {
     "turtledemo",
     "venv",
 }
-_OF_THE_MACHINE = ("_sysconfigdata", "sitecustomize", "usercustomize")
+_GENERATED = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 class ByteWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of a byte string, side by side; the target of a byte is the byte after it.
+    """Consecutive windows of a byte string; the target of a byte is the next byte.
 
     Args:
         data: The bytes; those after the last full window are left out.
@@ -58,7 +56,7 @@ class ByteWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return (len(self._bytes) - 1) // self._context
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # The range raises IndexError behind the last window; a slice of a tensor would not.
+        # The range raises IndexError after the last window; a slice of a tensor would not.
         begin = range(len(self))[index] * self._context
         window = self._bytes[begin : begin + self._context + 1].long()
         return window[:-1], window[1:]
@@ -74,8 +72,8 @@ def load_text(
     """Load one split of a text as windows of bytes, to learn to predict the next byte.
 
     Args:
-        folder: Its .md, .py and .txt files, those of its subfolders too, joined in the order of
-            their paths; without it, the modules of Python's standard library.
+        folder: Folder whose .md, .py and .txt files, subfolders included, are joined in the order
+            of their paths; None: the modules of Python's standard library.
         train: The train split, or else the test split: the last 10 % of the bytes.
         context: Bytes of one window.
         max_bytes: Read no more bytes than this, both splits together; None reads all.
@@ -84,8 +82,8 @@ def load_text(
         Windows of inputs and targets, int64 (context,) each, with values 0..255.
 
     Raises:
-        DataError: There is no text.
-        ConfigError: The context or the number of bytes does not make one window.
+        DataError: The folder has no text.
+        ConfigError: The context or the number of bytes is too small for one window.
     """
     if max_bytes is not None and max_bytes < 1:
         raise ConfigError(f"max_bytes is at least 1, or None for all, not {max_bytes}: raise it")
@@ -94,7 +92,7 @@ def load_text(
     data = _join(sorted(files, key=lambda path: path.relative_to(root).as_posix()), max_bytes)
     if not data:
         raise DataError(
-            f"a text needs files named .md, .py or .txt, and there is nothing to read in {root}: "
+            f"a text needs files named .md, .py or .txt, and {root} has none with content: "
             "name a folder that has some, or none to read Python's own source"
         )
     cut = len(data) * 9 // 10
@@ -102,7 +100,7 @@ def load_text(
 
 
 def find_text(folder: Path | str) -> Path | None:
-    """Return the folder when it holds text that `load_text` reads, else None."""
+    """Return the folder if it contains text that `load_text` reads, else None."""
     return Path(folder) if any(_texts(Path(folder))) else None
 
 
@@ -112,10 +110,10 @@ def _texts(folder: Path) -> Iterator[Path]:
 
 def _library(folder: Path) -> Iterator[Path]:
     for path in folder.glob("*.py"):
-        if not path.stem.startswith(_OF_THE_MACHINE):
+        if not path.stem.startswith(_GENERATED):
             yield path
     for init in folder.glob("*/__init__.py"):
-        if init.parent.name not in _NOT_EVERYWHERE:
+        if init.parent.name not in _OPTIONAL:
             yield from _library(init.parent)
 
 

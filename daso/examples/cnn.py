@@ -48,7 +48,7 @@ class CNN(nn.Module):
 
 
 def load(name: str, *, train: bool) -> Dataset[tuple[torch.Tensor, ...]]:
-    """Return Fashion-MNIST or scikit-learn's digits; "auto" takes the first where it is on disk."""
+    """Return Fashion-MNIST or scikit-learn's digits; "auto" prefers the first if it is on disk."""
     if name == "fashion" or (name == "auto" and find_fashion()):
         return load_fashion(train=train)
     return load_digits(train=train)
@@ -56,7 +56,7 @@ def load(name: str, *, train: bool) -> Dataset[tuple[torch.Tensor, ...]]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Dataset[tuple[torch.Tensor, ...]]) -> float:
-    """Return the share of images that the model gets right."""
+    """Return the fraction of correctly classified images."""
     model.eval()
     right = total = 0
     for images, labels in DataLoader(data, batch_size=500):

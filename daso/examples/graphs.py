@@ -1,4 +1,4 @@
-"""Graphs of any shape: a gated graph network as a flow, for deductions or for molecules.
+"""Graphs of any shape: a gated graph network as a flow, for deductions or molecules.
 
 Two processes:  daso run -n 2 -m daso.examples.graphs --task=molecules
 """
@@ -15,51 +15,51 @@ import daso
 from daso.data import make_deductions, make_molecules
 
 ROUNDS = 3  # of messages along edges
-Found = tuple[torch.Tensor, dict[str, float]]
+Loss = tuple[torch.Tensor, dict[str, float]]
 
 
-def first_of_deduction(one: Any) -> torch.Tensor:
-    """Return what vertices begin with: whether they are a species, an individual, the one asked."""
-    vertices = torch.zeros(one.vertices, 3)
-    vertices[: one.species, 0] = 1
-    vertices[one.species :, 1] = 1
-    vertices[one.asked, 2] = 1
+def features_of_deduction(deduction: Any) -> torch.Tensor:
+    """Return initial vertex states: species, individual, or subject of the question."""
+    vertices = torch.zeros(deduction.vertices, 3)
+    vertices[: deduction.species, 0] = 1
+    vertices[deduction.species :, 1] = 1
+    vertices[deduction.subject, 2] = 1
     return vertices
 
 
-def first_of_molecule(one: Any) -> torch.Tensor:
-    """Return what atoms begin with: their kind."""
-    return torch.eye(4)[list(one.atoms)]
+def features_of_molecule(molecule: Any) -> torch.Tensor:
+    """Return initial atom states: the kind of each atom."""
+    return torch.eye(4)[list(molecule.atoms)]
 
 
-def loss_of_deduction(item: daso.flow.Item, scores: torch.Tensor) -> Found:
-    """Choose a species: the highest score."""
-    one = item.instance
-    logits = scores[: one.species, 0][None]
-    right = float(logits.argmax() == one.answer)
-    return cross_entropy(logits, torch.tensor([one.answer])), {"accuracy": right}
+def loss_of_deduction(item: daso.flow.Item, scores: torch.Tensor) -> Loss:
+    """Return the loss and accuracy of choosing the species with the highest score."""
+    deduction = item.instance
+    logits = scores[: deduction.species, 0][None]
+    right = float(logits.argmax() == deduction.answer)
+    return cross_entropy(logits, torch.tensor([deduction.answer])), {"accuracy": right}
 
 
-def loss_of_molecule(item: daso.flow.Item, scores: torch.Tensor) -> Found:
-    """Add the scores of all atoms."""
+def loss_of_molecule(item: daso.flow.Item, scores: torch.Tensor) -> Loss:
+    """Return the loss and error of the sum of all atoms' scores."""
     total = scores.sum().view(1)
     error = float((total - item.instance.target).detach().abs())
     return mse_loss(total, item.instance.target), {"error": error}
 
 
 TASKS: dict[str, tuple[Any, ...]] = {
-    "deductions": (make_deductions, 3, 4, first_of_deduction, loss_of_deduction),
-    "molecules": (make_molecules, 4, 3, first_of_molecule, loss_of_molecule),
+    "deductions": (make_deductions, 3, 4, features_of_deduction, loss_of_deduction),
+    "molecules": (make_molecules, 4, 3, features_of_molecule, loss_of_molecule),
 }
 
 
 def build(task: str, width: int = 64, batch: int = 16) -> daso.flow.Graph:
-    """Return the flow: in every round, vertices' states go along edges of each kind, and are added.
+    """Return the flow: in each round, states are sent along edges of each kind, and summed.
 
     Args:
         task: "deductions" or "molecules".
-        width: Of states.
-        batch: Messages that a layer computes together, at most.
+        width: Width of states.
+        batch: Maximum number of messages that a layer computes together.
     """
     torch.manual_seed(0)
     _, features, kinds, first, loss = TASKS[task]
@@ -76,8 +76,8 @@ def build(task: str, width: int = 64, batch: int = 16) -> daso.flow.Graph:
         return states[item.instance.edges[item.state[-1]][0]]
 
     def come(item: daso.flow.Item, sent: torch.Tensor) -> torch.Tensor:
-        to = item.instance.edges[item.state[-1]][1]
-        return sent.new_zeros(item.instance.vertices, sent.shape[1]).index_add(0, to, sent)
+        targets = item.instance.edges[item.state[-1]][1]
+        return sent.new_zeros(item.instance.vertices, sent.shape[1]).index_add(0, targets, sent)
 
     def this_round(item: daso.flow.Item) -> tuple[int]:
         return (item.state[0],)
@@ -111,7 +111,7 @@ def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def main() -> None:
-    """Train and print the share of right answers, or the mean error, after every epoch."""
+    """Train and print the fraction of correct answers, or the mean error, after every epoch."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--task", choices=[*TASKS], default="deductions")
     parser.add_argument("--graphs", type=int, default=1500)
@@ -132,9 +132,9 @@ def main() -> None:
             graphs: list[Any] = random.Random(epoch).sample(train, len(train))
             trained, tested = runtime.train_epoch(graphs), runtime.evaluate(test)
             if topology.rank == 0:
-                told = ", ".join(f"{name} {value:.3f}" for name, value in tested.metrics.items())
+                metrics = ", ".join(f"{name} {value:.3f}" for name, value in tested.metrics.items())
                 print(
-                    f"epoch {epoch + 1}: loss {trained.loss:.4f}, test {told}, "
+                    f"epoch {epoch + 1}: loss {trained.loss:.4f}, test {metrics}, "
                     f"{trained.instances_per_second:.0f} graphs/s",
                     flush=True,
                 )

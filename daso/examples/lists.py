@@ -1,4 +1,4 @@
-"""A loop that is as long as its list: a recurrent network as a flow, many lists under way at once.
+"""A loop as long as its list: a recurrent network as a flow, with many lists in flight.
 
 Two processes:  daso run -n 2 -m daso.examples.lists
 """
@@ -15,11 +15,11 @@ from daso.data import Digits, make_lists
 
 
 def build(width: int = 128, batch: int = 16) -> daso.flow.Graph:
-    """Return the flow: token after token into a GRU, then the answer.
+    """Return the flow: each token goes into a GRU, then the answer is predicted.
 
     Args:
-        width: Of everything.
-        batch: Messages that a layer computes together, at most.
+        width: Width of all layers.
+        batch: Maximum number of messages that a layer computes together.
     """
     torch.manual_seed(0)
 
@@ -27,7 +27,7 @@ def build(width: int = 128, batch: int = 16) -> daso.flow.Graph:
         tokens: torch.Tensor = item.instance.tokens
         return tokens[item.state[-1]].view(1)
 
-    def rests(item: daso.flow.Item) -> bool:
+    def has_more(item: daso.flow.Item) -> bool:
         return bool(item.state[-1] < len(item.instance.tokens))
 
     def loss(item: daso.flow.Item, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
@@ -42,7 +42,7 @@ def build(width: int = 128, batch: int = 16) -> daso.flow.Graph:
         return graph.layer(nn.GRUCell(width, width), word, state, name="cell", batch=batch)
 
     start = graph.source(lambda _: torch.zeros(1, width))
-    end = graph.loop(step, start, go_on=rests)
+    end = graph.loop(step, start, go_on=has_more)
     answer = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
     graph.loss(loss, graph.layer(answer, end, name="answer", batch=batch))
     return graph
@@ -54,7 +54,7 @@ def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def main() -> None:
-    """Train and print the share of right answers after every epoch."""
+    """Train and print the fraction of correct answers after every epoch."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--lists", type=int, default=8000)
     parser.add_argument("--epochs", type=int, default=6)

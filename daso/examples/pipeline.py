@@ -1,4 +1,4 @@
-"""The layers of a perceptron on different ranks: a pipeline without a step in common.
+"""The layers of a perceptron on different ranks: a pipeline without a common step.
 
 Two processes:  daso run -n 2 -m daso.examples.pipeline
 """
@@ -19,19 +19,19 @@ Sample = tuple[torch.Tensor, torch.Tensor]
 
 
 def load(name: str, *, train: bool) -> Dataset[tuple[torch.Tensor, ...]]:
-    """Return Fashion-MNIST or scikit-learn's digits; "auto" takes the first where it is on disk."""
+    """Return Fashion-MNIST or scikit-learn's digits; "auto" prefers the first if it is on disk."""
     if name == "fashion" or (name == "auto" and find_fashion()):
         return load_fashion(train=train)
     return load_digits(train=train)
 
 
 def build(pixels: int, width: int = 256, batch: int = 16) -> daso.flow.Graph:
-    """Return the flow: three layers, one after the other.
+    """Return the flow: three consecutive layers.
 
     Args:
-        pixels: Of an image.
-        width: Of hidden layers.
-        batch: Images that a layer computes together, at most.
+        pixels: Pixels of an image.
+        width: Width of hidden layers.
+        batch: Maximum number of images that a layer computes together.
     """
     torch.manual_seed(0)
 
@@ -50,7 +50,7 @@ def build(pixels: int, width: int = 256, batch: int = 16) -> daso.flow.Graph:
 
 
 def main() -> None:
-    """Train and print the share of images that are right after every epoch."""
+    """Train and print the fraction of correct images after every epoch."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--data", choices=["auto", "fashion", "digits"], default="auto")
     parser.add_argument("--images", type=int, default=10_000, help="of an epoch, at most")

@@ -1,4 +1,4 @@
-"""Train without a step in common: ranks that are slower for a while hold nobody up.
+"""Train without a common step: temporarily slow ranks do not delay the others.
 
 Four processes:  daso run -n 4 -m daso.examples.server
 """
@@ -16,7 +16,7 @@ from daso.data import ShardedSampler, find_fashion, load_digits, load_fashion
 
 
 def load(name: str, *, train: bool) -> Dataset[tuple[torch.Tensor, ...]]:
-    """Return Fashion-MNIST or scikit-learn's digits; "auto" takes the first where it is on disk."""
+    """Return Fashion-MNIST or scikit-learn's digits; "auto" prefers the first if it is on disk."""
     if name == "fashion" or (name == "auto" and find_fashion()):
         return load_fashion(train=train)
     return load_digits(train=train)
@@ -24,7 +24,7 @@ def load(name: str, *, train: bool) -> Dataset[tuple[torch.Tensor, ...]]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Dataset[tuple[torch.Tensor, ...]]) -> float:
-    """Return the share of images that the model gets right."""
+    """Return the fraction of correctly classified images."""
     right = total = 0
     for images, labels in DataLoader(data, batch_size=500):
         right += int((model(images).argmax(1) == labels).sum())
@@ -40,7 +40,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank")
     parser.add_argument("--lr", type=float, default=0.2)
     parser.add_argument("--staleness", type=int, help="steps that ranks may be apart (any number)")
-    parser.add_argument("--slow-ms", type=float, default=0.0, help="more on the last rank per step")
+    parser.add_argument(
+        "--slow-ms", type=float, default=0.0, help="extra time of the last rank per step"
+    )
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -69,7 +71,7 @@ def main() -> None:
                 cross_entropy(model(images), labels).backward()  # gradients leave here
                 server.step()
                 time.sleep(slow_seconds)
-            server.synchronize()  # ranks meet: now all have the same parameters
+            server.synchronize()  # collective: now all ranks have the same parameters
             if topology.rank == 0:
                 print(f"epoch {epoch + 1}: test accuracy {accuracy(model, test):.3f}", flush=True)
 

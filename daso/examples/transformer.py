@@ -1,4 +1,4 @@
-"""Train a small byte-level transformer on the source of Python's own library.
+"""Train a small byte-level transformer on the source of Python's standard library.
 
 One process:         python -m daso.examples.transformer
 Four, as two nodes:  daso run -n 4 --ranks-per-node 2 -m daso.examples.transformer
@@ -46,7 +46,7 @@ class ByteTransformer(nn.Module):
     """Predicts the next byte.
 
     Args:
-        context: Bytes it looks at, at most.
+        context: Maximum number of input bytes.
         width: Size of a token's vector.
         layers: Number of blocks.
         heads: Attention heads; must divide ``width``.
@@ -71,7 +71,7 @@ class ByteTransformer(nn.Module):
 def batches(
     windows: "Dataset[Any]", sampler: ShardedSampler, steps: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Iterate over so many batches, epoch after epoch."""
+    """Iterate over `steps` batches, across epochs."""
     loader = DataLoader(windows, batch_sampler=sampler)
     for epoch in range(-(-steps // len(sampler))):
         sampler.set_epoch(epoch)

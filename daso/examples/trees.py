@@ -1,4 +1,4 @@
-"""Each tree has its own shape: a Tree-LSTM as a flow, with a cell for each operator.
+"""Trees of any shape: a Tree-LSTM as a flow, with a cell for each operator.
 
 Two processes:  daso run -n 2 -m daso.examples.trees
 """
@@ -17,7 +17,7 @@ OPERATORS, VALUES = 3, 5
 
 
 class Leaf(nn.Module):
-    """What a number at a leaf begins with."""
+    """Embedding of the number at a leaf."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Leaf(nn.Module):
 
 
 class Cell(nn.Module):
-    """An LSTM cell of two children."""
+    """An LSTM cell with two children."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class Cell(nn.Module):
 
 
 def build(width: int = 96, batch: int = 16) -> daso.flow.Graph:
-    """Return the flow: from the leaves up, the state is the node of the tree.
+    """Return the flow: from the leaves to the root; a message's state is its tree node.
 
     Args:
-        width: Of states.
-        batch: Messages that a layer computes together, at most.
+        width: Width of states.
+        batch: Maximum number of messages that a layer computes together.
     """
     torch.manual_seed(0)
 
@@ -97,7 +97,7 @@ def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def main() -> None:
-    """Train and print the share of trees whose root is right after every epoch."""
+    """Train and print the fraction of trees with a correct root after every epoch."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--trees", type=int, default=3000)
     parser.add_argument("--epochs", type=int, default=6)

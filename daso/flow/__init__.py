@@ -5,7 +5,8 @@ AMPNet (arXiv 1705.09786).
 """
 
 from daso.flow.epoch import Epoch
-from daso.flow.model.graph import Graph, Item, Port
+from daso.flow.model.graph import Graph
+from daso.flow.model.node import Item, Port
 from daso.flow.plan import Updates
 from daso.flow.replay import replay
 from daso.flow.runtime import Runtime

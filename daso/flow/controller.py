@@ -1,4 +1,4 @@
-"""Where instances come in, and are counted until they are finished."""
+"""Admission of instances, and the count of their messages until they are finished."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,34 +9,24 @@ import torch
 
 from daso.errors import FlowError
 from daso.flow.model.base import Key, Payload, leaf
-from daso.flow.model.graph import Node
+from daso.flow.model.node import Node
 from daso.flow.plan import choose_lane
-
-__all__ = ["Controller"]
 
 
 @dataclass(slots=True)
 class Controller:
-    """Lets instances in, no more at once than may be.
+    """Admits instances, up to a number under way at once."""
 
-    Args:
-        most: That may be under way.
-        count: Of all instances.
-        source: The node.
-        lanes: In how many ways instances go through replicas.
-        chosen: Lanes of all instances, of a run before; else they are chosen.
-    """
-
-    most: int
-    count: int
+    max_active: int  # instances under way at once, at most
+    count: int  # of all instances
     source: Node
-    lanes: int = 1
-    chosen: Sequence[int] = ()
+    lanes: int = 1  # assignments of instances to replicas
+    chosen: Sequence[int] = ()  # lanes of all instances, in a replay
     admitted: int = 0
     finished: int = 0
-    highest: int = 0  # that were under way at once
-    waiting: dict[int, int] = field(default_factory=dict)  # messages of each, that are to come back
-    lane_of: list[int] = field(default_factory=list)  # every instance that was let in
+    highest: int = 0  # number of instances under way at once, so far
+    waiting: dict[int, int] = field(default_factory=dict)  # messages of each that have not returned
+    lane_of: list[int] = field(default_factory=list)  # of every admitted instance
     _under_way: list[int] = field(default_factory=list)  # of each lane
 
     def __post_init__(self) -> None:
@@ -44,51 +34,51 @@ class Controller:
 
     @property
     def is_over(self) -> bool:
-        """Whether all instances are finished."""
+        """All instances are finished."""
         return self.finished == self.count
 
     def may_admit(self) -> bool:
-        """Whether the next instance may come in."""
-        return self.admitted < self.count and len(self.waiting) < self.most
+        """Return whether the next instance may be admitted."""
+        return self.admitted < self.count and len(self.waiting) < self.max_active
 
     def admit(self, instance: Any) -> list[tuple[Key, Payload]]:
-        """Let the next instance in; return its messages."""
+        """Admit the next instance; return its messages."""
         number = self.admitted
         lane = self.chosen[number] if self.chosen else choose_lane(self._under_way, number)
         self.lane_of.append(lane)
         self._under_way[lane] += 1
         self.admitted += 1
-        messages = self._made(instance, number)
+        messages = self._make_messages(instance, number)
         self.waiting[number] = len(messages)
         self.highest = max(self.highest, len(self.waiting))
         return messages
 
-    def _made(self, instance: Any, number: int) -> list[tuple[Key, Payload]]:
-        """Return what the source makes of an instance, checked."""
-        wanted = self.source.outputs[0]
+    def _make_messages(self, instance: Any, number: int) -> list[tuple[Key, Payload]]:
+        """Return the checked messages that the source makes from an instance."""
+        width = self.source.outputs[0]
         try:
-            made = self.source.call(instance)
-            first = made if isinstance(made, Mapping) else {(): made}
+            result = self.source.call(instance)
+            first = result if isinstance(result, Mapping) else {(): result}
             messages = [
                 ((number, *map(index, state)), _payload(payload))
                 for state, payload in first.items()
             ]
         except Exception as error:
             raise FlowError(
-                f"source {self.source.name!r} must make {wanted} tensors of an instance, or a dict "
+                f"source {self.source.name!r} must make {width} tensors of an instance, or a dict "
                 f"to such from states, each a tuple of whole numbers, but failed for instance "
                 f"{number}: {type(error).__name__}: {error}"
             ) from error
-        if not messages or any(len(payload) != wanted for _, payload in messages):
+        if not messages or any(len(payload) != width for _, payload in messages):
             raise FlowError(
                 f"source {self.source.name!r} must make a message at least of every instance, with "
-                f"as many tensors as its outputs say, {wanted}, but of instance {number} it made "
+                f"as many tensors as its outputs say, {width}, but of instance {number} it made "
                 f"messages with {[len(payload) for _, payload in messages]}"
             )
         return messages
 
-    def come_back(self, number: int) -> bool:
-        """A message of an instance came back; return whether it was the last."""
+    def count_returned(self, number: int) -> bool:
+        """Count a returned message; return whether it was the last of its instance."""
         self.waiting[number] -= 1
         if self.waiting[number]:
             return False
@@ -98,9 +88,9 @@ class Controller:
         return True
 
 
-def _payload(made: Any) -> Payload:
-    found = made if isinstance(made, tuple) else (made,)
-    for one in found:
-        if not isinstance(one, torch.Tensor):
-            raise TypeError(f"{one!r} is no tensor")
-    return tuple(map(leaf, found))
+def _payload(result: Any) -> Payload:
+    tensors = result if isinstance(result, tuple) else (result,)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{tensor!r} is not a tensor")
+    return tuple(map(leaf, tensors))

@@ -1,4 +1,4 @@
-"""What happened while instances went through a flow."""
+"""Reports of one pass over instances: per rank, and merged over all ranks."""
 
 import hashlib
 import io
@@ -12,28 +12,26 @@ from typing import Any
 
 import torch
 
-from daso.comm.dtypes import byte_buffer
-
-__all__ = ["Epoch", "Part", "digest_of", "put_together"]
+from daso.comm.reduction import byte_buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What happened while instances went through a flow: the same on every rank.
+    """Report of one pass of instances through a flow, the same on every rank.
 
     Args:
-        epoch: How many passes trained before.
-        trained: Or evaluated.
-        instances: How many.
+        epoch: Number of training passes before this one.
+        trained: True for a training pass, False for an evaluation.
+        instances: Number of instances.
         loss: Mean over instances of the sum of their losses.
-        metrics: Means of what losses reported besides.
-        seconds: Of the slowest rank.
-        in_flight: Instances that were under way at once, at most.
+        metrics: Means of the other numbers that losses reported.
+        seconds: Duration on the slowest rank.
+        in_flight: Highest number of instances under way at once.
         updates: Optimizer steps of all layers.
-        mean_age: Of gradients, in updates of their layer since their forward.
-        max_age: Likewise.
-        busy: Share of these seconds that each rank computed.
-        sent_bytes: Between ranks.
+        mean_age: Mean age of gradients, in updates of their layer since their forward.
+        max_age: Highest age of a gradient.
+        busy: Fraction of these seconds that each rank spent computing.
+        sent_bytes: Bytes sent between ranks.
     """
 
     epoch: int
@@ -51,51 +49,41 @@ class Epoch:
 
     @property
     def instances_per_second(self) -> float:
-        """How fast it went."""
+        """Instances per second."""
         return self.instances / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank knows of an epoch.
+    """Report of one rank on an epoch."""
 
-    Args:
-        loss: Sum of all.
-        metrics: Sum and number of each.
-        seconds: From begin to end.
-        busy_seconds: Of these, computing.
-        in_flight: Instances at once, at most; 0 where they do not come in.
-        counts: Updates, gradients, sum of their ages, the highest.
-        sent_bytes: To other ranks.
-    """
-
-    loss: float
-    metrics: dict[str, tuple[float, int]]
+    loss: float  # sum
+    metrics: dict[str, tuple[float, int]]  # sum and count
     seconds: float
-    busy_seconds: float
-    in_flight: int
-    counts: tuple[int, int, int, int]
-    sent_bytes: int
+    busy_seconds: float  # of computing
+    in_flight: int  # instances at once, at most; 0 on ranks without the controller
+    counts: tuple[int, int, int, int]  # updates, gradients, sum of their ages, highest age
+    sent_bytes: int  # to other ranks
 
 
-def summed(results: Sequence[tuple[Any, float, Mapping[str, float]]]) -> tuple[float, Any]:
-    """Return the sum of losses, and sum and number of each metric: whatever the order, the same."""
-    found: dict[str, list[float]] = defaultdict(list)
+def sum_results(results: Sequence[tuple[Any, float, Mapping[str, float]]]) -> tuple[float, Any]:
+    """Return the sum of losses, and each metric's sum and count; the order does not matter."""
+    values: dict[str, list[float]] = defaultdict(list)
     for _, _, metrics in results:
         for name, value in metrics.items():
-            found[name].append(value)
+            values[name].append(value)
     loss = math.fsum(loss for _, loss, _ in results)
-    return loss, {name: (math.fsum(all_), len(all_)) for name, all_ in found.items()}
+    return loss, {name: (math.fsum(all_), len(all_)) for name, all_ in values.items()}
 
 
-def put_together(epoch: int, trained: bool, instances: int, parts: Sequence[Part]) -> Epoch:
-    """Return the epoch that these are all ranks' parts of."""
+def merge_parts(epoch: int, trained: bool, instances: int, parts: Sequence[Part]) -> Epoch:
+    """Merge the reports of all ranks."""
     seconds = max(part.seconds for part in parts)
     names = sorted({name for part in parts for name in part.metrics})
     metrics = {}
     for name in names:
-        found = [part.metrics[name] for part in parts if name in part.metrics]
-        metrics[name] = math.fsum(total for total, _ in found) / sum(count for _, count in found)
+        sums = [part.metrics[name] for part in parts if name in part.metrics]
+        metrics[name] = math.fsum(total for total, _ in sums) / sum(count for _, count in sums)
     updates, gradients, ages, _ = map(sum, zip(*(part.counts for part in parts), strict=True))
     return Epoch(
         epoch=epoch,
@@ -113,12 +101,12 @@ def put_together(epoch: int, trained: bool, instances: int, parts: Sequence[Part
     )
 
 
-class _Told(pickle.Pickler):
-    """Pickles what an object holds, whatever parts of it are the same objects."""
+class _ContentPickler(pickle.Pickler):
+    """Pickles the contents of an object, regardless of which parts are shared."""
 
     def persistent_id(self, obj: Any) -> Any:
-        """Take tensors for their numbers."""
-        if isinstance(obj, (set, frozenset)):  # whose order is that of hashes, each process's own
+        """Pickle tensors by their values."""
+        if isinstance(obj, (set, frozenset)):  # ordered by hashes, which differ between processes
             raise pickle.PicklingError("a set has no order")
         if not isinstance(obj, torch.Tensor):
             return None
@@ -126,10 +114,10 @@ class _Told(pickle.Pickler):
         return str(obj.dtype), tuple(obj.shape), byte_buffer(flat).tobytes()
 
     def reducer_override(self, obj: Any) -> Any:
-        """Leave out what an object has computed since it was asked for it, on some ranks alone."""
+        """Skip cached properties, which only some ranks may have computed."""
         classes = type(obj).__mro__
         lazy = {
-            n for one in classes for n, v in vars(one).items() if isinstance(v, cached_property)
+            n for cls in classes for n, v in vars(cls).items() if isinstance(v, cached_property)
         }
         if not lazy:
             return NotImplemented
@@ -138,12 +126,12 @@ class _Told(pickle.Pickler):
 
 
 def digest_of(instance: Any) -> str:
-    """Return what tells that ranks were given different instances; empty where it cannot."""
+    """Return a hash of an instance, to compare ranks; empty if it cannot be pickled."""
     file = io.BytesIO()
-    pickler = _Told(file)
+    pickler = _ContentPickler(file)
     pickler.fast = True
     try:
         pickler.dump(instance)
-    except Exception:  # what does not pickle cannot be compared, and need not be
+    except Exception:  # not comparable; the check is optional
         return ""
     return hashlib.sha256(file.getvalue()).hexdigest()

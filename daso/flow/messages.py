@@ -1,4 +1,4 @@
-"""Messages of a flow between ranks: one buffer each, a head and the tensors behind it."""
+"""Messages of a flow between ranks, packed into one buffer: a header, then the tensors."""
 
 import pickle
 import statistics
@@ -11,72 +11,43 @@ from typing import Any, NamedTuple
 
 import torch
 
-from daso.comm.dtypes import CODES, DTYPES
 from daso.comm.p2p.packets import Packets
+from daso.comm.reduction import CODES, DTYPES
 from daso.flow.model.base import ALIGNMENT, Key, Payload
 
-__all__ = [
-    "FINISHED",
-    "NO_TICKET",
-    "OVER",
-    "Message",
-    "Post",
-    "Ticket",
-    "message_seconds",
-    "pack",
-    "unpack",
-]
-
-# Instead of a node: all of an instance is over; the pass is over.
+# In place of a node's index: an instance is finished; the pass is over.
 FINISHED, OVER = -1, -2
 
 NUMBER = struct.Struct("<q")
 FILLERS = [bytes(size) for size in range(ALIGNMENT)]
-TRIALS = 5  # of a message whose seconds are measured
+TRIALS = 5  # measurements per message
 
 
-class Ticket(NamedTuple):
-    """What an instance is given when it is let in, and its messages carry.
+class Admission(NamedTuple):
+    """Lane and ordering token of an instance, carried by all its messages."""
 
-    Args:
-        lane: Which replicas it goes through.
-        after: How many instances each of the lane's ranks was told by then to be finished: what
-            these changed is to be seen by it.
-    """
-
-    lane: int
+    lane: int  # selects the replicas that compute the instance
+    # Number of finished instances that each of the lane's ranks was notified of at admission:
+    # the instance computes with their updates.
     after: tuple[int, ...]
 
 
-NO_TICKET = Ticket(0, ())
+NO_ADMISSION = Admission(0, ())
 
 
 class Message(NamedTuple):
-    """What goes from one node to another.
+    """Tensors or gradients sent from one node to another."""
 
-    Args:
-        node: To which, or `FINISHED` or `OVER`.
-        back: Whether these are gradients.
-        port: At which it comes in; backward: at which it had left.
-        key: Number of the instance and state.
-        payload: Tensors.
-        ticket: Of the instance.
-    """
-
-    node: int
-    back: bool
-    port: int
-    key: Key
+    node: int  # target, or `FINISHED` or `OVER`
+    back: bool  # gradients
+    port: int  # of the target: its input; for gradients, the output that the message left by
+    key: Key  # number of the instance, and state
     payload: Payload
-    ticket: Ticket
+    admission: Admission  # of the instance
 
 
 def pack(messages: Sequence[Message]) -> torch.Tensor:
-    """Return messages as bytes (nbytes,) on the host; a copy.
-
-    First how many bytes the head has, then the head, then the tensors, each where torch's allocator
-    would let it begin.
-    """
+    """Copy messages into one host buffer: size of the header, header, aligned tensors."""
     heads: list[tuple[Any, ...]] = []
     parts: list[Any] = []  # buffers
     for node, back, port, key, payload, (lane, after) in messages:
@@ -96,7 +67,7 @@ def pack(messages: Sequence[Message]) -> torch.Tensor:
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    """Return the contiguous memory of a tensor as numpy's, which joins bytes faster than torch."""
+    """Return a tensor's memory as a numpy array, which joins bytes faster than torch."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
@@ -104,15 +75,12 @@ def _array(tensor: torch.Tensor) -> Any:
 
 
 def unpack(packet: torch.Tensor, device: torch.device) -> Iterator[Message]:
-    """Yield the messages in bytes, whose memory their tensors share.
-
-    Where numbers lie decides in which order some kernels add.
-    """
+    """Yield the messages of a packet; their tensors share its memory."""
     if packet.data_ptr() % ALIGNMENT:
         packet = packet.clone()
     memory = memoryview(packet.numpy())  # type: ignore[arg-type]  # of numpy's stubs
     (size,) = NUMBER.unpack_from(memory)
-    offset, is_host = _up(NUMBER.size + size), device.type == "cpu"
+    offset, is_host = _align(NUMBER.size + size), device.type == "cpu"
     for node, back, port, key, lane, after, kinds in pickle.loads(memory[NUMBER.size :]):
         payload: list[torch.Tensor | None] = []
         for kind in kinds:
@@ -121,10 +89,10 @@ def unpack(packet: torch.Tensor, device: torch.device) -> Iterator[Message]:
                 continue
             code, wants_grad, shape = kind
             part = _part(memory, offset, DTYPES[code], shape)
-            offset += _up(part.nbytes)
+            offset += _align(part.nbytes)
             part = part if is_host else part.to(device)
             payload.append(part.requires_grad_() if wants_grad else part)
-        yield Message(node, back, port, key, tuple(payload), Ticket(lane, after))
+        yield Message(node, back, port, key, tuple(payload), Admission(lane, after))
 
 
 def _part(
@@ -136,70 +104,58 @@ def _part(
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).view(shape)
 
 
-def _up(nbytes: int) -> int:
-    """Return where the next tensor may begin."""
+def _align(nbytes: int) -> int:
+    """Round an offset up to the alignment of tensors."""
     return nbytes + -nbytes % ALIGNMENT
 
 
 def message_seconds(messages: Sequence[Message]) -> list[float]:
-    """Measure what each of some messages takes of a rank that sends or gets it by itself.
-
-    MPI takes about as long as the packing, or the unpacking, that goes with it.
-    """
-    taken: list[list[float]] = [[] for _ in messages]
+    """Measure the seconds to pack and unpack each message; MPI takes about as long again."""
+    trials: list[list[float]] = [[] for _ in messages]
     for _ in range(TRIALS):
-        for message, seconds in zip(messages, taken, strict=True):
+        for message, seconds in zip(messages, trials, strict=True):
             start = time.perf_counter()
             list(unpack(pack([message]), torch.device("cpu")))
             seconds.append(time.perf_counter() - start)
-    return [statistics.median(seconds) for seconds in taken]
+    return [statistics.median(seconds) for seconds in trials]
 
 
 class Post:
-    """One rank's messages to and from the others; used by the thread that computes.
-
-    It moves things whenever it is called, between two nodes' computing: what is computed takes
-    well under a millisecond, and a thread of its own would take the interpreter away from it.
-
-    Args:
-        packets: How they cross to each other rank.
-        device: Where tensors are computed with.
-    """
+    """Sends and receives one rank's messages, in the computing thread: a second would delay it."""
 
     def __init__(self, packets: Mapping[int, Packets], device: torch.device) -> None:
         self._packets, self._device = packets, device
-        self._ways = (*dict.fromkeys(packets.values()),)
+        self._routes = (*dict.fromkeys(packets.values()),)
         self._waiting: dict[int, list[Message]] = defaultdict(list)
         self._leaving: list[Callable[[], bool]] = []
         self.sent_bytes = 0
 
     def put(self, rank: int, message: Message) -> None:
-        """Put a message among those that leave next."""
+        """Add a message to the next packet for a rank."""
         self._waiting[rank].append(message)
 
     def send(self) -> None:
-        """Let what was put leave, all for one rank at once; does not wait for the receivers."""
+        """Send the queued messages, one packet per rank; does not wait for receivers."""
         if not self._waiting:
             return
         for rank, messages in self._waiting.items():
             packet = pack(messages)
             left = self._packets[rank].start(rank, packet)
-            assert left is not None  # messages always have room
             self.sent_bytes += packet.numel()
             if not left():
                 self._leaving.append(left)
         self._waiting.clear()
 
     def arrived(self) -> Iterator[Message]:
-        """Yield what came: of one rank in the order of sending."""
+        """Yield received messages, in the order of sending for each rank."""
         if self._leaving:
             self._leaving = [left for left in self._leaving if not left()]
-        for way in self._ways:
-            for _, packet in way.arrived():
+        for route in self._routes:
+            for _, packet in route.arrived():
                 yield from unpack(packet, self._device)
 
     def drain(self) -> int:
-        """Wait until all that was sent has left, as the receivers' loops are over; return bytes."""
+        """Wait until all packets have left; return the bytes sent."""
         while self._leaving:
             self._leaving = [left for left in self._leaving if not left()]
         return self.sent_bytes

@@ -1,286 +1,313 @@
-"""Who computes which node: as the caller says, or after measuring what each one takes."""
+"""Placement: the ranks of each node of a flow, from the caller or from measurements."""
 
-import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
 
-import torch
-
-from daso.comm.topology import RankInfo
-from daso.errors import FlowError
-from daso.flow.balance import balanced
-from daso.flow.controller import Controller
-from daso.flow.messages import NO_TICKET, Message, message_seconds
-from daso.flow.model.base import Emit, Key, Pass, Payload
+from daso.errors import ConfigError, FlowError
 from daso.flow.model.checks import Wiring
-from daso.flow.model.weights import Weights
-from daso.flow.plan import Edge, Task, Updates, check_copies, place
-from daso.flow.routes import Flatmap, Group
-from daso.flow.worker import Watch, Worker, behaviours
 
-__all__ = ["Measured", "copied", "measure", "placed", "said"]
-
-ALONE = RankInfo(rank=0, world_size=1, local_rank=0, node=0, node_of=(0,))
-Said = Mapping[str, int | Sequence[int]]
-W = TypeVar("W", bound=Worker)
+Placement = Mapping[str, int | Sequence[int]]
+Homes = dict[int, int]  # rank by node
+Cost = tuple[float, float]  # seconds of the busiest rank, of all ranks
+NEGLIGIBLE = 0.02  # of the longest node's time: shorter nodes hardly change the load
+DIGITS = 2  # significant digits in which loads are compared
+MAX_COMPARISONS = 2_000_000  # pairs of nodes in a search: about two seconds
+MIN_GAIN = 0.99  # times the cost: a change must lower it at least to this
 
 
-@dataclass(slots=True)
-class Measured:
-    """What some instances took, one after the other in this process.
+class Edge(NamedTuple):
+    """Cost of the messages from one node of a graph to another."""
 
-    Args:
-        tasks: Of each instance: what was computed, and what each waited for.
-        traffic: Bytes that crossed each pair of nodes.
-        messages: How many did.
-        samples: One that did.
-        together: Seconds of each node, with all these instances under way at once.
-    """
-
-    tasks: list[list[Task]] = field(default_factory=list)
-    traffic: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
-    messages: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
-    samples: dict[tuple[int, int], Message] = field(default_factory=dict)
-    together: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-
-    def seconds(self, nodes: int) -> list[float]:
-        """Return the time that each of so many nodes took in all."""
-        found = [0.0] * nodes
-        for tasks in self.tasks:
-            for task in tasks:
-                found[task.node] += task.seconds
-        return found
-
-    def edges(self) -> list[Edge]:
-        """Return what crosses between nodes."""
-        return [Edge(*pair, nbytes) for pair, nbytes in self.traffic.items()]
-
-    def crossing(self) -> list[Edge]:
-        """Return the seconds that messages between nodes would take of either of two ranks."""
-        taken = message_seconds(list(self.samples.values()))
-        pairs = zip(self.samples, taken, strict=True)
-        return [Edge(*pair, self.messages[pair] * seconds) for pair, seconds in pairs]
+    source: int
+    target: int
+    weight: float  # bytes or seconds
 
 
-class _Metered(Worker):
-    """A loop that measures."""
-
-    measured: Measured
-
-    def begin(self, measured: Measured) -> None:
-        """Measure from now on."""
-        self.measured = measured
-        self._ready.take_one_by_one()
-        self._causes: dict[tuple[Any, ...], set[int]] = {}
-        self._held: dict[tuple[int, Any], set[int]] = defaultdict(set)
-        self._now: set[int] = set()  # tasks behind what is sent at the moment
-
-    def compute(self, messages: Sequence[Message]) -> None:
-        """Compute and note how long it took."""
-        (message,) = messages
-        causes = self._causes.pop(message[:4], set())
-        tasks = self.measured.tasks[0]
-        number = len(tasks)
-        self._now = {number}
-        tasks.append(Task(message.node, message.back, 0.0, tuple(sorted(causes))))
-        start = time.perf_counter()
-        super().compute(messages)
-        tasks[number] = tasks[number]._replace(seconds=time.perf_counter() - start)
-
-    def _send_on(self, node: int, emits: Sequence[Emit]) -> None:
-        for emit in emits:
-            self._note(node, emit, self._now)
-        super()._send_on(node, emits)
-
-    def _go_through(
-        self, node: int, back: bool, port: int, key: Key, payload: Payload
-    ) -> Sequence[Emit]:
-        causes = self._causes.pop((node, back, port, key), set())
-        behind = self._behind(node, back, key, causes)
-        emits = super()._go_through(node, back, port, key, payload)
-        for emit in emits:
-            self._note(node, emit, behind)
-        return emits
-
-    def _behind(self, node: int, back: bool, key: Key, causes: set[int]) -> set[int]:
-        """Return the tasks behind what a node that shows the way will send for a message."""
-        one = self.here.nodes.get(node)
-        if isinstance(one, Group) and not back:
-            self._held[node, key] = causes  # until its group is complete: see `_note`
-            return causes
-        if isinstance(one, Flatmap) and back:
-            key = one.parent(key)
-        held = self._held[node, key]
-        held |= causes
-        return held
-
-    def _note(self, node: int, emit: Emit, behind: set[int]) -> None:
-        """Note what crosses to the next node, and the tasks behind it."""
-        back, port, key, payload = emit
-        one = self.here.nodes.get(node)
-        if isinstance(one, Group) and not back:
-            behind = set().union(*(self._held.pop((node, member)) for member in one.cache[key]))
-        to, into = self.here.ways[node, back, port]
-        self._causes[to, back, into, key] = set(behind)
-        self.measured.messages[node, to] += 1
-        self.measured.samples[node, to] = Message(to, back, into, key, payload, NO_TICKET)
-        self.measured.traffic[node, to] += sum(t.nbytes for t in payload if t is not None)
-
-
-class _Timed(Worker):
-    """A loop that measures what nodes take while many instances are under way.
-
-    A node that shows the way is counted by itself: after another rank's node, it is another rank
-    that goes it.
-    """
-
-    together: dict[int, float]
-    _node: int | None = None  # at work
-    _since = 0.0
-
-    def compute(self, messages: Sequence[Message]) -> None:
-        with self._at_work(messages[0].node):
-            super().compute(messages)
-
-    def _go_through(
-        self, node: int, back: bool, port: int, key: Key, payload: Payload
-    ) -> Sequence[Emit]:
-        with self._at_work(node):
-            return super()._go_through(node, back, port, key, payload)
-
-    def _control(self, controller: Controller) -> bool:
-        with self._at_work(self.here.wiring.source):
-            return super()._control(controller)
-
-    @contextmanager
-    def _at_work(self, node: int) -> Iterator[None]:
-        """Count the time to a node, and not to the one that let it begin."""
-        before = self._node
-        self._turn_to(node)
-        try:
-            yield
-        finally:
-            self._turn_to(before)
-
-    def _turn_to(self, node: int | None) -> None:
-        now = time.perf_counter()
-        if self._node is not None:
-            self.together[self._node] += now - self._since
-        self._node, self._since = node, now
-
-
-def measure(
-    wiring: Wiring, instances: Callable[[int], Any], count: int, most_seconds: float
-) -> Measured:
-    """Run some instances through a flow in this process, forward and backward; change nothing."""
-    kept = [
-        (owner, name, buffer, buffer.clone())
-        for node in _layers(wiring)
-        for owner in node.call.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-    ]
-    measured = Measured()
-    end = time.perf_counter() + most_seconds
-    with torch.random.fork_rng(devices=[]):
-        _let_through(wiring, instances, 0, Measured())
-        for number in range(count):
-            _let_through(wiring, instances, number, measured)
-            if time.perf_counter() > end:
-                break
-        worker = _alone(_Timed, wiring, instances, len(measured.tasks))
-        worker.together = measured.together
-        worker.run()
-    for owner, name, buffer, before in kept:
-        buffer.copy_(before)
-        setattr(owner, name, buffer)  # which the module may have replaced
-    return measured
-
-
-def _layers(wiring: Wiring) -> list[Any]:
-    return [node for node in wiring.nodes if node.kind == "layer"]
-
-
-def _let_through(
-    wiring: Wiring, instances: Callable[[int], Any], number: int, measured: Measured
-) -> None:
-    worker = _alone(_Metered, wiring, lambda _: instances(number), 1)
-    one = Measured([[]], measured.traffic, measured.messages, measured.samples)
-    worker.begin(one)
-    worker.run()
-    measured.tasks += one.tasks
-
-
-def _alone(kind: type[W], wiring: Wiring, instances: Callable[[int], Any], count: int) -> W:
-    """Return a loop over the first instances, all under way at once, with all nodes."""
-    all_ = Pass(instances, trains=True, seed=0)
-    # Their gradients are part of what layers take; nothing is done with them.
-    never = Updates(min_update_interval=sys.maxsize)
-    weights = {node.index: Weights(node.call, torch.optim.SGD, never) for node in _layers(wiring)}
-    nodes = behaviours(wiring, range(len(wiring.nodes)), all_, weights)
-    controller = Controller(count, count, wiring.nodes[wiring.source])
-    everywhere = [(0,)] * len(wiring.nodes)
-    return kind(wiring, nodes, everywhere, ALONE, None, all_, controller, Watch())
-
-
-def said(wiring: Wiring, placement: Said, ranks: int) -> dict[int, tuple[int, ...]]:
-    """Return the ranks of nodes as the caller says."""
-    found = {}
-    for name, wanted in placement.items():
+def requested_homes(wiring: Wiring, placement: Placement, ranks: int) -> dict[int, tuple[int, ...]]:
+    """Return the ranks of the nodes that the caller placed."""
+    homes_of = {}
+    for name, request in placement.items():
         node = wiring.named(name)
-        homes = (wanted,) if isinstance(wanted, int) else tuple(wanted)
+        homes = (request,) if isinstance(request, int) else tuple(request)
         if not homes or len(set(homes)) < len(homes) or not all(0 <= r < ranks for r in homes):
             raise FlowError(
                 f"node {name!r} must be placed on different ranks from 0 to {ranks - 1}, not on "
-                f"{wanted!r}"
+                f"{request!r}"
             )
         if node == wiring.source and homes != (0,):
             raise FlowError(
-                f"the source, {name!r}, must be on rank 0, where instances come in, not on "
-                f"{wanted!r}"
+                f"the source, {name!r}, must be on rank 0, which reads the instances, not on "
+                f"{request!r}"
             )
         if len(homes) > 1 and wiring.nodes[node].kind != "layer":
             raise FlowError(
-                f"a layer can be on several ranks, which have replicas of it, but {name!r} is a "
+                f"only a layer can be placed on several ranks, but {name!r} is a "
                 f"{wiring.nodes[node].kind}"
             )
-        found[node] = homes
-    return found
+        homes_of[node] = homes
+    return homes_of
 
 
-def copied(
+def requested_replicas(
     wiring: Wiring, replicas: Mapping[str, int], fixed: Mapping[int, tuple[int, ...]], ranks: int
 ) -> dict[int, int]:
-    """Return on how many ranks layers are, as the caller says."""
-    found = {wiring.named(name): count for name, count in replicas.items()}
-    for node, count in found.items():
+    """Return the number of replicas of the layers that the caller named."""
+    counts = {wiring.named(name): count for name, count in replicas.items()}
+    for node, count in counts.items():
         check_copies(count, ranks)
         name = wiring.nodes[node].name
         if wiring.nodes[node].kind != "layer" or node in fixed:
             raise FlowError(
-                f"replicas are of layers that placement does not place, but {name!r} is "
+                f"replicas can be given only for layers without a placement, but {name!r} is "
                 f"{'placed' if node in fixed else 'a ' + wiring.nodes[node].kind}"
             )
-    return found
+    return counts
 
 
-def placed(
+def choose_homes(
     wiring: Wiring,
-    measured: Measured,
+    seconds: Sequence[float],
+    traffic: Sequence[Edge],
+    crossing: Sequence[Edge],
     ranks: int,
     fixed: Mapping[int, tuple[int, ...]],
     copies: Mapping[int, int],
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of every node."""
-    seconds = [measured.together.get(node, 0.0) for node in range(len(wiring.nodes))]
-    layers = {node.index for node in _layers(wiring)}
-    found = place(seconds, measured.edges(), ranks, copies, wiring.source, fixed, layers)
-    if ranks == 1 or any(len(homes) > 1 for homes in found):
-        return found  # an instance stays on its replicas' rank as far as it can
-    fixed_ranks = {node: homes[0] for node, homes in fixed.items()} | {wiring.source: 0}
-    start = {node: homes[0] for node, homes in enumerate(found)}
-    crossing = measured.crossing()
-    return tuple((rank,) for rank in balanced(seconds, crossing, ranks, fixed_ranks, start))
+    """Choose the ranks of every node from the seconds of nodes and of messages between ranks."""
+    layers = {node.index for node in wiring.nodes if node.kind == "layer"}
+    homes = place_longest_first(seconds, traffic, ranks, copies, wiring.source, fixed, layers)
+    if ranks == 1 or any(len(some) > 1 for some in homes):
+        return homes  # with replicas, an instance stays on one rank where it can
+    pinned = {node: some[0] for node, some in fixed.items()} | {wiring.source: 0}
+    start = {node: some[0] for node, some in enumerate(homes)}
+    return tuple((rank,) for rank in balance(seconds, crossing, ranks, pinned, start))
+
+
+# --- longest first --------------------------------------------------------------------------------
+
+
+def check_copies(count: object, ranks: int) -> None:
+    """Raise unless a layer can have this number of replicas on these ranks."""
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= ranks:
+        raise ConfigError(
+            f"a layer can have at most one replica per rank, 1 to {ranks}, not {count!r}"
+        )
+
+
+def place_longest_first(
+    seconds: Sequence[float],
+    edges: Sequence[Edge],
+    ranks: int,
+    copies: Mapping[int, int],
+    first: int,
+    fixed: Mapping[int, tuple[int, ...]],
+    single: Container[int] = (),
+) -> tuple[tuple[int, ...], ...]:
+    """Place nodes on the least loaded rank, the longest first.
+
+    This is longest processing time first (Graham, 1969). Ties and nodes of negligible time go to
+    the rank with which they exchange most. If a node has replicas, all nodes that may do so
+    follow their neighbours, so that an instance stays on one rank.
+    """
+    for count in copies.values():
+        check_copies(count, ranks)
+    load = [0.0] * ranks
+    homes_of: dict[int, tuple[int, ...]] = {first: (0,), **fixed}
+    for node, homes in homes_of.items():
+        for rank in homes:
+            load[rank] += seconds[node] / len(homes)
+    near = adjacency(edges, len(seconds))
+    negligible = NEGLIGIBLE * max(seconds, default=0.0)
+    replicated = bool(copies) or any(len(homes) > 1 for homes in fixed.values())
+    heavy = [
+        node
+        for node, node_seconds in enumerate(seconds)
+        if node not in homes_of
+        and (node in copies or (node_seconds > negligible and (node in single or not replicated)))
+    ]
+    for node in sorted(heavy, key=lambda heavy_node: (-seconds[heavy_node], heavy_node)):
+        count = copies.get(node, 1)
+        pull = _pull(near[node], homes_of, ranks)
+        order = sorted(range(ranks), key=lambda rank: (_rounded(load[rank]), -pull[rank], rank))
+        homes_of[node] = tuple(sorted(order[:count]))
+        for rank in homes_of[node]:
+            load[rank] += seconds[node] / count
+    place_near_neighbours(homes_of, near, len(seconds), single)
+    return tuple(homes_of[node] for node in range(len(seconds)))
+
+
+def _rounded(load: float) -> float:
+    return float(f"{load:.{DIGITS - 1}e}")
+
+
+def adjacency(edges: Sequence[Edge], nodes: int) -> list[list[tuple[int, float]]]:
+    """Return the (neighbour, weight) pairs of each node."""
+    near: list[list[tuple[int, float]]] = [[] for _ in range(nodes)]
+    for source, target, weight in edges:
+        near[source].append((target, weight))
+        near[target].append((source, weight))
+    return near
+
+
+def _pull(
+    near: Sequence[tuple[int, float]], homes_of: Mapping[int, Sequence[int]], ranks: int
+) -> list[float]:
+    """Return the weight of a node's edges to each rank."""
+    pull = [0.0] * ranks
+    for other, weight in near:
+        homes = homes_of.get(other, ())
+        for rank in homes:
+            pull[rank] += weight / len(homes)
+    return pull
+
+
+def place_near_neighbours(
+    homes_of: dict[int, tuple[int, ...]],
+    near: Sequence[Sequence[tuple[int, float]]],
+    nodes: int,
+    single: Container[int],
+) -> None:
+    """Place each remaining node on the rank of the neighbour with which it exchanges most."""
+    left = [node for node in range(nodes) if node not in homes_of]
+    while left:
+        # The heaviest edge first, on all ranks of the neighbour: its messages stay on one rank.
+        best = {node: _nearest(near[node], homes_of) for node in left}
+        node = max(left, key=lambda candidate: (best[candidate][0], -candidate))
+        left.remove(node)
+        _, other = best[node]
+        homes = (0,) if other is None else homes_of[other]
+        homes_of[node] = homes[:1] if node in single else homes
+
+
+def _nearest(
+    near: Sequence[tuple[int, float]], homes_of: Mapping[int, Sequence[int]]
+) -> tuple[float, int | None]:
+    """Return the heaviest edge of a node to a placed one: weight and neighbour."""
+    return max(
+        ((weight, other) for other, weight in near if other in homes_of),
+        key=lambda pair: (pair[0], -pair[1]),
+        default=(-1.0, None),
+    )
+
+
+# --- local search ---------------------------------------------------------------------------------
+
+
+def balance(
+    seconds: Sequence[float],
+    crossing: Sequence[Edge],
+    ranks: int,
+    fixed: Mapping[int, int],
+    start: Mapping[int, int],
+) -> tuple[int, ...]:
+    """Return a rank for every node; the busiest rank has at most its load in ``start``.
+
+    A local search moves and swaps nodes while that lowers the load of the busiest rank, including
+    messages. It begins from ``start``, from all nodes on one rank, and from clusters.
+    """
+    search = _Search(seconds, crossing, ranks, fixed)
+    starts = [start, dict.fromkeys(search.heavy, 0), search.clustered(sum(seconds) / ranks)]
+    ends = [search.descend({node: homes[node] for node in search.heavy}) for homes in starts]
+    best = min(*map(search.settled, ends), dict(start), key=search.load)
+    return tuple(best[node] for node in range(len(seconds)))
+
+
+class _Search:
+    """Local search over placements without replicas; nodes of negligible time follow the others."""
+
+    def __init__(
+        self,
+        seconds: Sequence[float],
+        crossing: Sequence[Edge],
+        ranks: int,
+        fixed: Mapping[int, int],
+    ) -> None:
+        self._seconds, self._crossing, self._ranks, self._fixed = seconds, crossing, ranks, fixed
+        self._near = adjacency(crossing, len(seconds))
+        least = NEGLIGIBLE * max(seconds)
+        self.heavy = [
+            n for n, node_seconds in enumerate(seconds) if n not in fixed and node_seconds > least
+        ]
+
+    def settled(self, homes: Homes) -> Homes:
+        """Return the ranks of all nodes, given those of the heavy ones."""
+        fixed_homes = (*self._fixed.items(), *homes.items())
+        every: dict[int, tuple[int, ...]] = {node: (rank,) for node, rank in fixed_homes}
+        nodes = len(self._seconds)
+        place_near_neighbours(every, self._near, nodes, range(nodes))
+        return {node: ranks[0] for node, ranks in every.items()}
+
+    def load(self, homes: Homes) -> Cost:
+        """Return the seconds of the busiest rank, and the sum over ranks."""
+        load = [0.0] * self._ranks
+        for node, cost in enumerate(self._seconds):
+            load[homes[node]] += cost
+        for source, target, cost in self._crossing:
+            if homes[source] != homes[target]:
+                load[homes[source]] += cost
+                load[homes[target]] += cost
+        return max(load), sum(load)
+
+    def clustered(self, most: float) -> Homes:
+        """Merge nodes that exchange most, up to some seconds; place the longest clusters first."""
+        members = {node: [node] for node in range(len(self._seconds))}
+        cluster_seconds, pinned, of = (
+            dict(enumerate(self._seconds)),
+            dict(self._fixed),
+            list(members),
+        )
+        between: dict[tuple[int, int], float] = defaultdict(float)
+        for source, target, weight in self._crossing:
+            between[min(source, target), max(source, target)] += weight
+        for source, target in sorted(between, key=lambda pair: (-between[pair], pair)):
+            first, other = of[source], of[target]
+            homes = {pinned[cluster] for cluster in (first, other) if cluster in pinned}
+            if (
+                first == other
+                or len(homes) > 1
+                or cluster_seconds[first] + cluster_seconds[other] > most
+            ):
+                continue
+            for node in members[other]:
+                of[node] = first
+            members[first] += members.pop(other)
+            cluster_seconds[first] += cluster_seconds.pop(other)
+            for rank in homes:
+                pinned[first] = rank
+        load = [0.0] * self._ranks
+        homes_of: Homes = {}
+        for cluster in sorted(
+            members, key=lambda cluster: (cluster not in pinned, -cluster_seconds[cluster], cluster)
+        ):
+            rank = pinned.get(cluster, min(range(self._ranks), key=load.__getitem__))
+            load[rank] += cluster_seconds[cluster]
+            homes_of |= dict.fromkeys(members[cluster], rank)
+        return homes_of
+
+    def descend(self, homes: Homes) -> Homes:
+        """Apply the best change repeatedly, while it gains enough."""
+
+        def cost(changed: Homes) -> Cost:
+            return self.load(self.settled(changed))
+
+        tries, before = MAX_COMPARISONS // len(self._seconds) ** 2, cost(homes)
+        while tries > 0:
+            changes = [*islice(self._changed(homes), tries)]
+            tries -= len(changes) + 1
+            best = min(changes, key=cost, default=homes)
+            after = cost(best)
+            lowers_all = after[0] <= before[0] and after[1] < MIN_GAIN * before[1]
+            if not (after[0] < MIN_GAIN * before[0] or lowers_all):
+                break
+            homes, before = best, after
+        return homes
+
+    def _changed(self, homes: Homes) -> Iterator[Homes]:
+        """Yield placements with one node moved, or two nodes swapped."""
+        for node, rank in homes.items():
+            yield from (homes | {node: to} for to in range(self._ranks) if to != rank)
+            for other, place in homes.items():
+                if node < other and place != rank:
+                    yield homes | {node: place, other: rank}

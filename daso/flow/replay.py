@@ -1,4 +1,4 @@
-"""Epochs of a flow once more, in a single process, from what each rank logged: to the same bits."""
+"""Replay of epochs in one process from the logs of all ranks, to the same bits."""
 
 import copy
 from collections.abc import Sequence
@@ -8,90 +8,87 @@ from typing import Any
 
 import torch
 
-from daso.comm.topology import RankInfo
 from daso.errors import ConfigError
-from daso.flow.compute import Compute
 from daso.flow.controller import Controller
 from daso.flow.messages import FINISHED, OVER, Message, pack, unpack
 from daso.flow.model.base import Pass
 from daso.flow.model.checks import Wiring, wire
-from daso.flow.model.graph import Graph, MakeOptimizer
+from daso.flow.model.graph import Graph
 from daso.flow.model.layers import mean_of, tensors_of
+from daso.flow.model.node import MakeOptimizer
 from daso.flow.model.weights import Weights
 from daso.flow.plan import Log, TaskRecord, count_lanes
-from daso.flow.worker import Watch, Worker, behaviours
-
-__all__ = ["replay"]
+from daso.flow.worker import LocalNodes, Worker
 
 Key = tuple[int, ...]
 HOST = torch.device("cpu")
 
 
-class _Ways:
-    """Takes messages of one rank to the others, instead of MPI."""
+class _LocalPost:
+    """Delivers messages to the inboxes of other ranks, in place of MPI."""
 
     def __init__(self, boxes: list[list[Message]]) -> None:
         self._boxes = boxes
 
     def put(self, rank: int, message: Message) -> None:
-        """Put a message into a rank's box."""
+        """Add a copy of a message to a rank's inbox."""
         self._boxes[rank] += unpack(pack([message]), HOST)
 
 
-class _Rank(Worker):
-    """A rank that does what its log says."""
+class _ReplayWorker(Worker):
+    """A worker that repeats the computations of one rank's log."""
 
-    def begin(self, did: Sequence[TaskRecord], box: list[Message]) -> None:
-        """Do this, from now on."""
-        self._did, self._at, self._box = did, 0, box
-        self._there: dict[tuple[int, bool, Key], Message] = {}
-        self._heard: set[Key] = set()  # instances that are finished
+    def begin(self, tasks: Sequence[TaskRecord], box: list[Message]) -> None:
+        """Set the log to repeat."""
+        self._tasks, self._next, self._box = tasks, 0, box
+        self._messages: dict[tuple[int, bool, Key], Message] = {}
+        self._finished: set[Key] = set()  # keys of finished instances
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was logged is done."""
-        return self._at == len(self._did)
+        """All logged computations are done."""
+        return self._next == len(self._tasks)
 
     def _queue(self, message: Message) -> None:
-        self._there[message.node, message.back, message.key] = message
+        self._messages[message.node, message.back, message.key] = message
 
     def admit(self) -> bool:
-        """Let the next instance in, if one is left."""
+        """Admit the next instance, if one is left."""
         controller = self._controller
         return controller is not None and controller.may_admit() and self._control(controller)
 
-    def go_on(self) -> bool:
-        """Do what can be done; return whether that was anything."""
-        before = self._at
+    def advance(self) -> bool:
+        """Compute as far as messages allow; return whether it made progress."""
+        before = self._next
         box, self._box[:] = list(self._box), []
         for message in box:
             if message.node == FINISHED:
-                self._heard.add(message.key)
+                self._finished.add(message.key)
             elif message.node != OVER:
                 self._enter(message)
-        while not self.is_done and self._do(self._did[self._at]):
-            self._at += 1
-        return self._at > before or bool(box)
+        while not self.is_done and self._repeat(self._tasks[self._next]):
+            self._next += 1
+        return self._next > before or bool(box)
 
-    def _do(self, did: TaskRecord) -> bool:
-        if did.node == FINISHED:
-            if did.keys[0] in self._heard:
-                super()._finish(did.keys[0][0])
-            return did.keys[0] in self._heard
-        wanted = [(did.node, did.back, key) for key in did.keys]
-        if not all(one in self._there for one in wanted):
+    def _repeat(self, task: TaskRecord) -> bool:
+        if task.node == FINISHED:
+            if task.keys[0] in self._finished:
+                super()._finish(task.keys[0][0])
+            return task.keys[0] in self._finished
+        inputs = [(task.node, task.back, key) for key in task.keys]
+        if not all(message in self._messages for message in inputs):
             return False
-        self.compute([self._there.pop(one) for one in wanted])
+        self.compute([self._messages.pop(message) for message in inputs])
         return True
 
-    def _come_back(self, number: int) -> None:
-        """Count a message, and tell of an instance that is finished."""
-        if self._controller is not None and self._controller.come_back(number):
-            self._tell_finished(number, self._controller.lane_of[number])
+    def _count_returned(self, number: int) -> None:
+        """Count a returned message; notify ranks of a finished instance."""
+        if self._controller is not None and self._controller.count_returned(number):
+            self._notify_finished(number, self._controller.lane_of[number])
 
     def _finish(self, number: int) -> None:
-        """Note it: the log says when that was heard of."""
-        self._heard.add((number,))
+        """Record a finished instance: the log determines when it counts."""
+        self._finished.add((number,))
 
 
 def replay(
@@ -100,17 +97,17 @@ def replay(
     optimizer_factory: MakeOptimizer,
     instances: Sequence[Sequence[Any]],
 ) -> None:
-    """Train a flow once more, in this process, in the order in which all ranks computed.
+    """Train a flow again in this process, in the logged order of all ranks.
 
     Args:
-        logs: For each epoch those of all ranks, in rank order.
-        graph: The flow, with the parameters with which the first epoch began. Its layers are those
-            of the last one afterwards.
-        optimizer_factory: As it was given to `daso.flow.Runtime`.
-        instances: Of each epoch.
+        logs: For each epoch the logs of all ranks, in rank order.
+        graph: The flow, with the parameters with which the first epoch began. Afterwards its layers
+            have the parameters at the end of the last epoch.
+        optimizer_factory: As given to `daso.flow.Runtime`.
+        instances: The instances of each epoch.
 
     Raises:
-        ConfigError: A layer has other bits than were logged, or the logs do not fit together.
+        ConfigError: A layer differs from the log in a bit, or the logs do not belong together.
     """
     wiring = wire(graph)
     ranks = len(logs[0])
@@ -144,14 +141,13 @@ def _replay_epoch(
     boxes: list[list[Message]] = [[] for _ in logs]
     workers = [_worker(wiring, log, weights[log.rank], instances, boxes) for log in logs]
     while not all(worker.is_done for worker in workers):
-        if not any([worker.go_on() for worker in workers]) and not workers[0].admit():
+        if not any([worker.advance() for worker in workers]) and not workers[0].admit():
             raise ConfigError(
-                "logs must be those of one epoch with these instances, but something that was "
-                "computed could not have been"
+                "logs must be those of one epoch with these instances, but a logged computation "
+                "never gets its inputs"
             )
-    for one in chain.from_iterable(worker.here.nodes.values() for worker in workers):
-        if isinstance(one, Compute):
-            one.settle()
+    for compute in chain.from_iterable(worker.here.computes.values() for worker in workers):
+        compute.settle()
     _average(wiring, logs[0].ranks_of, weights)
     for log in logs:
         for index, digest in log.digests:
@@ -168,24 +164,22 @@ def _worker(
     weights: dict[int, Weights],
     instances: Sequence[Any],
     boxes: list[list[Message]],
-) -> _Rank:
+) -> _ReplayWorker:
     # This rank's own copies of its layers.
     nodes = tuple(
         replace(node, call=weights[node.index].module) if node.index in weights else node
         for node in wiring.nodes
     )
     own = Wiring(nodes, wiring.edges)
-    here = [node for node, homes in enumerate(log.ranks_of) if log.rank in homes]
     all_ = Pass(instances.__getitem__, True, log.seed)
     count = len(instances)
     source = wiring.nodes[wiring.source]
     lanes = count_lanes(log.ranks_of)
     controller = Controller(count, count, source, lanes, log.lanes) if log.rank == 0 else None
-    rank_info = RankInfo(log.rank, len(boxes), log.rank, 0, (0,) * len(boxes))
-    ways: Any = _Ways(boxes)
-    found = behaviours(own, here, all_, weights)
-    worker = _Rank(own, found, log.ranks_of, rank_info, ways, all_, controller, Watch())
-    worker.begin(log.did, boxes[log.rank])
+    here = LocalNodes.of(own, log.rank, log.ranks_of, all_, weights)
+    ways: Any = _LocalPost(boxes)
+    worker = _ReplayWorker(here, len(boxes), post=ways, controller=controller)
+    worker.begin(log.tasks, boxes[log.rank])
     return worker
 
 
@@ -202,4 +196,4 @@ def _average(
             for tensor in tensors:
                 tensor.copy_(mean)
         for rank in homes:
-            weights[rank][index].take_up()
+            weights[rank][index].update_twins()

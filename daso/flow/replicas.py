@@ -1,60 +1,49 @@
-"""Whole flows beside each other, one on each node: what keeps their parameters in step."""
+"""Flows on several nodes, one on each, whose parameters an optimizer exchanges."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from daso.comm.control import gather
 from daso.comm.topology import Topology
+from daso.errors import ConfigError
 from daso.flow.model.layers import Layers
 
-__all__ = ["FlowReplicas", "MakeBetween", "ParameterDeltas"]
+# Wraps an optimizer for the ranks of a topology; returns a `daso.DASO`, or an object with its step,
+# synchronize, end_epoch, close, state_dict and load_state_dict.
+MakeBetween = Callable[[torch.optim.Optimizer, Topology], Any]
 
 
-class Between(Protocol):
-    """What exchanges parameters between nodes at its steps, such as a `daso.DASO`."""
-
-    def step(self) -> Any:
-        """Count a batch, and exchange when it is time."""
-        ...
-
-    def synchronize(self) -> None:
-        """Make parameters the same on all ranks."""
-        ...
-
-    def end_epoch(self, loss: float) -> Any:
-        """Tell the schedule that an epoch is over."""
-        ...
-
-    def close(self) -> None:
-        """Give back what is held."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` goes on from."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from it."""
-        ...
-
-
-MakeBetween = Callable[[torch.optim.Optimizer, Topology], Between]
+def node_topology(topology: Topology) -> Topology:
+    """Return a topology of this rank's node. Collective over the world; blocking."""
+    sizes = topology.node_sizes
+    problem = None
+    if len(set(sizes)) > 1:
+        problem = (
+            f"flows on several nodes need the same number of ranks on every node, but the "
+            f"nodes have {list(sizes)}; start the same number on each"
+        )
+    topology.raise_on_all_ranks(problem, ConfigError)
+    node = topology.world_comm.Split(topology.node, topology.local_rank)
+    node_world = Topology(node, ranks_per_node=topology.local_size)
+    node.Free()
+    return node_world
 
 
 class ParameterDeltas(torch.optim.Optimizer):
-    """An optimizer whose steps are what others have done to the parameters since the one before.
+    """An optimizer whose steps replay the changes that layers made to the parameters.
 
-    A step's gradients are these movements, negated, so that whoever wraps it may average them as
-    it averages gradients, or parameters instead, on any schedule. What nobody changed meanwhile
-    becomes what the others made of it, bit for bit.
+    A step's gradients are the changes since the last step, negated. A wrapper such as `daso.DASO`
+    may average them as gradients, or average parameters instead, on any schedule. If it changes
+    neither, the step restores the parameters bit for bit.
 
     Args:
-        params: They share memory with those that others move.
+        params: Parameters that share memory with those that the layers' optimizers update.
     """
 
-    is_linear = True  # a step grows with its gradients: daso need not try
+    is_linear = True  # steps are linear in their gradients: daso need not probe
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 1.0})
@@ -65,7 +54,7 @@ class ParameterDeltas(torch.optim.Optimizer):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Take what was done since the last step back, into gradients."""
+        """Write the changes since the last step into ``.grad``, and undo them."""
         self._now = [p.detach().clone() for p in self._params]
         self._moved = [before - now for before, now in zip(self._before, self._now, strict=True)]
         for p, before, moved in zip(self._params, self._before, self._moved, strict=True):
@@ -74,41 +63,41 @@ class ParameterDeltas(torch.optim.Optimizer):
 
     @property
     def has_moved(self) -> bool:
-        """Whether anything was done since the last step."""
+        """True if parameters changed since the last step."""
         pairs = zip(self._params, self._before, strict=True)
         return not all(torch.equal(p, before) for p, before in pairs)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do it, or what it was averaged to."""
+        """Apply the changes, or their mean over nodes."""
         assert closure is None
-        # All or none: nodes whose movements were averaged must come to the same bits.
-        kept = not self.has_moved and all(
+        # All or none: nodes that averaged their changes must end with the same bits.
+        keeps_own = not self.has_moved and all(
             p.grad is None or torch.equal(p.grad, moved)
             for p, moved in zip(self._params, self._moved, strict=True)
         )
         for p, now in zip(self._params, self._now, strict=True):
-            if kept or p.grad is None:
+            if keeps_own or p.grad is None:
                 p.copy_(now)
             else:
                 p.sub_(p.grad)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Count movements from here on."""
+        """Take the current parameters as the start of the next changes."""
         for p, before in zip(self._params, self._before, strict=True):
             before.copy_(p)
             p.grad = None
 
 
 class FlowReplicas:
-    """One rank's layers, and the same layers in the flows of the other nodes.
+    """Keeps one rank's layers in step with the same layers in the flows of other nodes.
 
     Args:
-        make: Wraps the optimizer that it is given, for the ranks of the topology that it is given.
-        layers: This rank's; those with the same local rank on other nodes have the same.
-        topology: Of all ranks.
-        instances_per_batch: After how many finished instances of its flow each takes a step.
+        make: Wraps an optimizer for the ranks of a topology.
+        layers: This rank's layers; ranks with the same local rank on other nodes have the same.
+        topology: The topology of all ranks.
+        instances_per_batch: Number of finished instances of a flow between two steps.
 
     Collective over the world; blocking.
     """
@@ -123,8 +112,8 @@ class FlowReplicas:
         self._layers, self._each, self._finished = layers, instances_per_batch, 0
         twins = layers.twins()
         self._moves: ParameterDeltas | None = None
-        self._between: Between | None = None
-        if twins:  # on all ranks across, or on none
+        self._between: Any = None
+        if twins:  # on this local rank of all nodes, or of none
             self._moves = ParameterDeltas([nn.Parameter(p.detach()) for p in twins])
             self._between = make(self._moves, self._topology)
             self._moves.settle()  # wrapping may have changed them
@@ -135,7 +124,7 @@ class FlowReplicas:
         return self._finished % self._each == 0
 
     def step(self) -> None:
-        """Exchange, if it is time. In the sense of the schedule collective across; blocking."""
+        """Exchange, if the schedule requires it; then collective across nodes. Blocking."""
         if self._moves is not None and self._between is not None:
             self._moves.param_groups[0]["lr"] = self._layers.learning_rate()
             self._moves.gather()
@@ -143,38 +132,38 @@ class FlowReplicas:
             self._moves.settle()
 
     def end_epoch(self, loss: float) -> None:
-        """Take a last step if anything was done since, on any node. Collective across; blocking."""
+        """Take a last step if any node changed since. Collective across nodes; blocking."""
         self._finished = 0
         if self._moves is not None and self._between is not None:
-            if any(self._topology.world_comm.allgather(self._moves.has_moved)):
+            if any(gather(self._topology, self._moves.has_moved, self._layers.timeout_seconds)):
                 self.step()
             self._between.end_epoch(loss)
             self._moves.settle()
 
     def synchronize(self) -> None:
-        """Make parameters, and buffers, the mean of all nodes'. Collective across; blocking."""
+        """Average parameters and buffers over nodes. Collective across nodes; blocking."""
         if self._moves is not None and self._between is not None:
             self._between.synchronize()
             self._moves.settle()
-        self._layers.average_buffers(self._topology.world_comm)
+        self._layers.average_buffers(self._topology)
 
     def settle(self) -> None:
-        """Take parameters as they are: they are the same on all nodes."""
+        """Take the current parameters, equal on all nodes, as the start of the next changes."""
         if self._moves is not None:
             self._moves.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands, and what is not yet merged."""
+        """Return the state of the schedule, including exchanges in flight."""
         return {} if self._between is None else {"between": self._between.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         if self._moves is not None and self._between is not None:
             self._between.load_state_dict(state["between"])
             self._moves.settle()
 
     def close(self) -> None:
-        """Give back what is held. Collective over the world; blocking; idempotent."""
+        """Close the exchange. Collective over the world; blocking; idempotent."""
         if self._between is not None:
             self._between.close()
             self._between = None

@@ -1,4 +1,4 @@
-"""DASO inside Hugging Face's Trainer and Accelerate, and Lightning; each is optional."""
+"""Integrations of DASO with Hugging Face's Trainer and Accelerate, and Lightning; all optional."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Accelerate with DASO in place of DDP: data loaders, `gather` and checkpoints of all ranks."""
+"""Accelerate with DASO instead of DDP: data loaders, `gather` and checkpoints of all ranks."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,15 +12,13 @@ from daso.comm.topology import default
 from daso.errors import ConfigError
 from daso.train.attach import Attached, attach
 
-__all__ = ["DasoAccelerator"]
-
 
 class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
-    """An `accelerate.Accelerator` whose `prepare` attaches DASO to optimizers, and makes no DDP.
+    """An `accelerate.Accelerator` whose `prepare` attaches DASO to optimizers instead of DDP.
 
-    `daso.integrations.start` comes first. Data loaders are sharded over all ranks, `gather` and
-    `gather_for_metrics` go over all of them, rank 0 saves. `save_state` lets all ranks agree before
-    it saves, so that one copy holds for all; call `synchronize` before you evaluate, or save by
+    Call `daso.integrations.start` first. Data loaders are sharded over all ranks, `gather` and
+    `gather_for_metrics` cover all of them, and rank 0 saves. `save_state` synchronizes ranks before
+    it saves, so that one copy is valid for all; call `synchronize` before you evaluate, or save
     yourself.
 
     Args:
@@ -34,7 +32,7 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         self.use_daso(daso or {})
 
     def use_daso(self, keywords: dict[str, Any]) -> None:
-        """Begin without optimizers; also where a framework has made the accelerator."""
+        """Reset to no optimizers; also converts an accelerator created by a framework."""
         self._keywords = keywords
         self.handles: dict[int, Attached] = {}  # by the id of the optimizer
         self._placed: list[torch.nn.Module] = []
@@ -45,10 +43,13 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         Collective over the world; blocking.
         """
         prepared = super().prepare(*args, device_placement=device_placement)
-        # Of this call alone: loaders are prepared to evaluate when training is over.
-        for one in prepared if isinstance(prepared, tuple) else (prepared,):
-            if isinstance(one, AcceleratedOptimizer) and id(one.optimizer) not in self.handles:
-                self._attach(one.optimizer)
+        # Only of this call: loaders for evaluation may be prepared after training.
+        for component in prepared if isinstance(prepared, tuple) else (prepared,):
+            if (
+                isinstance(component, AcceleratedOptimizer)
+                and id(component.optimizer) not in self.handles
+            ):
+                self._attach(component.optimizer)
         return prepared
 
     def _attach(self, inner: torch.optim.Optimizer) -> None:
@@ -77,16 +78,16 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         device_placement: bool | None = None,
         evaluation_mode: bool = False,  # noqa: ARG002
     ) -> torch.nn.Module:
-        """Place a model; it is not wrapped: DASO averages between ranks, not DDP."""
+        """Place a model without wrapping it: DASO averages between ranks, not DDP."""
         placed: torch.nn.Module = super().prepare_model(
             model, device_placement=device_placement, evaluation_mode=True
         )
-        self._placed = [*(one for one in self._placed if one is not placed), placed]
+        self._placed = [*(known for known in self._placed if known is not placed), placed]
         return placed
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Let gradients pile up on this rank."""
+        """Accumulate gradients on this rank without reductions."""
         with ExitStack() as stack:
             stack.enter_context(super().no_sync(model))
             for handle in self.handles.values():
@@ -94,7 +95,7 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
             yield
 
     def synchronize(self, *, optimizer_state: bool = False) -> None:
-        """Let all ranks hold the same parameters, as `daso.DASO.synchronize` does.
+        """Give all ranks the same parameters, as `daso.DASO.synchronize` does.
 
         Collective over the world; blocking.
         """
@@ -102,7 +103,7 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
             handle.synchronize(optimizer_state=optimizer_state)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Let all ranks agree, and save as Accelerate does. Collective; blocking."""
+        """Synchronize ranks, and save as Accelerate does. Collective; blocking."""
         self.synchronize(optimizer_state=True)
         return super().save_state(*args, **kwargs)
 
@@ -114,7 +115,7 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
             handle.close()
 
     def free_memory(self, *objects: Any) -> Any:
-        """Stop exchanging, and forget what was prepared. Collective over the world; blocking."""
+        """Close DASO, and release prepared models. Collective over the world; blocking."""
         self.close()
         self._placed = []
         return super().free_memory(*objects)

@@ -1,4 +1,4 @@
-"""Lightning with DASO in place of DDP: a strategy, and what it knows of ranks."""
+"""Lightning with DASO instead of DDP: a strategy, and its cluster environment."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,14 +14,12 @@ from daso.comm.topology import Topology, default
 from daso.errors import ConfigError
 from daso.train.attach import Attached, attach
 
-__all__ = ["DasoEnvironment", "DasoStrategy"]
-
 
 class DasoEnvironment(ClusterEnvironment):
-    """The ranks that an MPI launcher started, as Lightning asks for them.
+    """Lightning's cluster environment of ranks that an MPI launcher started.
 
     Args:
-        topology: Who is where.
+        topology: Topology of the ranks.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -30,37 +28,37 @@ class DasoEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether ranks are there already: they are."""
+        """Return True: the launcher has started all ranks."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Host of world rank 0; ranks have met."""
+        """Return the host of world rank 0; unused, because ranks are connected already."""
         return self._topology.liveness.hosts[0]
 
     @property
     def main_port(self) -> int:
-        """No port: ranks have met."""
+        """Return no port, because ranks are connected already."""
         return 0
 
     @staticmethod
     def detect() -> bool:
-        """Return whether this is to be taken by itself: no, a `DasoStrategy` brings it."""
+        """Return False: only a `DasoStrategy` selects this environment."""
         return False
 
     def world_size(self) -> int:
-        """Return the ranks of the world."""
+        """Return the number of ranks of the world."""
         return self._topology.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Leave it: the launcher said it."""
+        """Do nothing: the launcher defines it."""
 
     def global_rank(self) -> int:
         """Return the world rank."""
         return self._topology.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Leave it: the launcher said it."""
+        """Do nothing: the launcher defines it."""
 
     def local_rank(self) -> int:
         """Return the rank inside the node."""
@@ -71,22 +69,22 @@ class DasoEnvironment(ClusterEnvironment):
         return self._topology.node
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse a Trainer that was made for other ranks."""
-        here = self._topology
-        if (num_devices, num_nodes) != (here.local_size, here.nodes):
+        """Raise `ConfigError` if a Trainer was created for other ranks."""
+        world = self._topology
+        if (num_devices, num_nodes) != (world.local_size, world.nodes):
             raise ConfigError(
-                f"Trainer must be given the ranks that were started, devices={here.local_size}, "
-                f"num_nodes={here.nodes}, not devices={num_devices}, num_nodes={num_nodes}; pass "
+                f"Trainer must be given the ranks that were started, devices={world.local_size}, "
+                f"num_nodes={world.nodes}, not devices={num_devices}, num_nodes={num_nodes}; pass "
                 f"devices=world.local_size, num_nodes=world.nodes"
             )
 
 
 class DasoStrategy(DDPStrategy):
-    """Lightning's strategy that attaches DASO to the module's optimizers, and makes no DDP.
+    """Lightning strategy that attaches DASO to the module's optimizers instead of DDP.
 
-    `daso.integrations.start` comes first; then ``Trainer(strategy=DasoStrategy(),
+    Call `daso.integrations.start` first, then ``Trainer(strategy=DasoStrategy(),
     devices=world.local_size, num_nodes=world.nodes)``. Samplers are sharded over all ranks, rank 0
-    logs and saves; all ranks agree before they validate or save.
+    logs and saves; ranks synchronize before they validate or save.
 
     Args:
         daso: Keywords of `daso.attach`: policy, wire, exchange, ...
@@ -103,29 +101,29 @@ class DasoStrategy(DDPStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device: ranks of a host take its devices in turn."""
+        """Return this rank's device: ranks of a host use its devices in turn."""
         devices = self.parallel_devices or [torch.device("cpu")]
         return devices[self._topology.host_rank % len(devices)]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samplers are for all ranks."""
+        """Return the keywords of samplers over all ranks."""
         return {"num_replicas": self._topology.world_size, "rank": self._topology.rank}
 
     def configure_ddp(self) -> None:
-        """Leave the module as it is: DASO averages, by hooks on optimizers."""
+        """Leave the module unwrapped: DASO averages by hooks on optimizers."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the module's optimizers, and attach DASO. Collective over the world; blocking."""
+        """Create the module's optimizers, and attach DASO. Collective over the world; blocking."""
         super().setup_optimizers(trainer)
         self.close()
         self.handles = [
-            attach(one, module=self.model, topology=self._topology, **self._keywords)
-            for one in self.optimizers
+            attach(optimizer, module=self.model, topology=self._topology, **self._keywords)
+            for optimizer in self.optimizers
         ]
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(one, _Agree) for one in callbacks):
-            callbacks.append(_Agree(self))
+        if not any(isinstance(callback, _Synchronize) for callback in callbacks):
+            callbacks.append(_Synchronize(self))
 
     def optimizer_step(
         self,
@@ -139,8 +137,12 @@ class DasoStrategy(DDPStrategy):
         Collective over the world in the sense of the schedule.
         """
         plugin: Any = self.precision_plugin
-        is_torchs = type(optimizer).__module__.startswith("torch.optim")
-        if not is_torchs or isinstance(optimizer, torch.optim.LBFGS) or _steps_itself(plugin):
+        is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim")
+        if (
+            not is_torch_optimizer
+            or isinstance(optimizer, torch.optim.LBFGS)
+            or _steps_itself(plugin)
+        ):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         result = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         optimizer.step(**kwargs)
@@ -148,14 +150,14 @@ class DasoStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Let gradients pile up on this rank."""
+        """Accumulate gradients on this rank without reductions."""
         with ExitStack() as stack:
             for handle in self.handles:
                 stack.enter_context(handle.no_sync())
             yield
 
     def synchronize(self, *, optimizer_state: bool = False) -> None:
-        """Let all ranks hold the same parameters, as `daso.DASO.synchronize` does.
+        """Give all ranks the same parameters, as `daso.DASO.synchronize` does.
 
         Collective over the world; blocking.
         """
@@ -163,7 +165,7 @@ class DasoStrategy(DDPStrategy):
             handle.synchronize(optimizer_state=optimizer_state)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state to be saved, on which all ranks agree.
+        """Return the module's synchronized state.
 
         Collective over the world; blocking.
         """
@@ -180,24 +182,24 @@ class DasoStrategy(DDPStrategy):
 
 
 def _steps_itself(plugin: Any) -> bool:
-    """Return whether a precision calls closure and step in an order of its own."""
+    """Return whether a precision plugin orders closure and step differently."""
     return type(plugin).optimizer_step is not Precision.optimizer_step
 
 
-class _Agree(Callback):
-    """Lets all ranks hold the same before they validate, and at the end."""
+class _Synchronize(Callback):
+    """Synchronizes ranks before validation, and at the end."""
 
     def __init__(self, strategy: DasoStrategy) -> None:
         self._strategy = strategy
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Agree."""
+        """Synchronize."""
         self._strategy.synchronize()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Agree, and stop exchanging, before the module is moved to the CPU."""
+        """Synchronize and close, before the module is moved to the CPU."""
         self._strategy.close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Stop, where there was nothing to train."""
+        """Close after a fit without training."""
         self._strategy.close()

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with DASO in place of DDP."""
+"""Hugging Face's Trainer with DASO instead of DDP."""
 
 from typing import Any
 
@@ -6,15 +6,13 @@ from transformers import Trainer, TrainerCallback
 
 from daso.integrations.accelerate import DasoAccelerator
 
-__all__ = ["DasoTrainer"]
-
 
 class DasoTrainer(Trainer):
-    """A `transformers.Trainer` that trains on all ranks of the world, by DASO.
+    """A `transformers.Trainer` that trains with DASO on all ranks of the world.
 
-    `daso.integrations.start` comes first, then `TrainingArguments` (``use_cpu=True`` on CPUs). Data
-    are sharded over all ranks, metrics gathered from all, and rank 0 saves; before all ranks
-    evaluate or save they agree, so that a run resumes from one copy. All else is Trainer's.
+    Call `daso.integrations.start` first, then `TrainingArguments` (``use_cpu=True`` on CPUs). Data
+    are sharded over all ranks, metrics gathered from all, and rank 0 saves. Ranks synchronize
+    before they evaluate or save, so that a run resumes from one copy. All else is Trainer's.
 
     Args:
         *args: As for `transformers.Trainer`.
@@ -28,13 +26,13 @@ class DasoTrainer(Trainer):
         self.add_callback(_Close(self))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator as Trainer does, and let it use DASO."""
+        """Create the accelerator as Trainer does, and make it use DASO."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = DasoAccelerator
         self.accelerator.use_daso(self._daso)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Let all ranks agree where they will evaluate or save, and after the last step."""
+        """Synchronize ranks before they evaluate or save, and after the last step."""
         control = self.control
         if control.should_save or control.should_evaluate or control.should_training_stop:
             saves = not control.should_evaluate or control.should_save
@@ -44,11 +42,11 @@ class DasoTrainer(Trainer):
 
 
 class _Close(TrainerCallback):
-    """Stops exchanging when training ends; all ranks agreed after the last step."""
+    """Closes DASO when training ends; ranks synchronized after the last step."""
 
     def __init__(self, trainer: DasoTrainer) -> None:
         self._trainer = trainer
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Stop exchanging."""
+        """Close the accelerator."""
         self._trainer.accelerator.close()

@@ -1,8 +1,8 @@
 """Build the C kernels: ``python -m daso.kernels.build``; `setup.py` does it at installation.
 
-Needs the standard library alone, and a C compiler (``$CC``, or cc). One library is built for each
-instruction set that the compiler knows; which of them is used is decided when it is loaded, since
-the machine that builds is often not the one that trains.
+Needs only the standard library and a C compiler (``$CC``, or cc). One library is built for each
+instruction set that the compiler knows. The one to use is selected when it is loaded, because the
+machine that builds is often not the one that trains.
 """
 
 import hashlib
@@ -15,24 +15,22 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["FOLDER", "LOG", "VARIANTS", "build", "digest", "library_name"]
-
 FOLDER = Path(__file__).parent
 SOURCES = ("native.c", "native_rows.h")
-LOG = "native.log"  # what the compiler said last, for `daso doctor`
+LOG = "native.log"  # the compiler's last output, for `daso doctor`
 X86 = ("x86-64-v4", "x86-64-v3", "x86-64")  # the fastest first
 VARIANTS = X86 if platform.machine() in ("x86_64", "AMD64") else (platform.machine() or "generic",)
 AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mf16c", "-mfma", "-mlzcnt", "-mmovbe")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
-# Feature by feature: GCC before 11 and Clang before 12 do not know the variants by name. -march is
-# always given, since wrappers of compilers set the processor of the machine that builds.
+# By features, because GCC before 11 and Clang before 12 do not know the variants by name. -march is
+# always passed, because compiler wrappers set the processor of the machine that builds.
 INSTRUCTIONS = {
     "x86-64-v4": ("-march=x86-64", *AVX2, *AVX512),
     "x86-64-v3": ("-march=x86-64", *AVX2),
     "x86-64": ("-march=x86-64",),
 }
-# The bits of torch: products and sums are rounded apart. No errno and no traps: neither changes a
-# number, and loops with them are not vectorized.
+# For the bits of torch, products and sums are rounded separately. No errno and no traps: neither
+# changes a number, and loops with them are not vectorized.
 FLAGS = (
     *("-O3", "-std=c99", "-fPIC", "-shared", "-ffp-contract=off"),
     *("-fno-fast-math", "-fno-math-errno", "-fno-trapping-math"),
@@ -78,8 +76,8 @@ def build(sources: Path = FOLDER, to: Path = FOLDER, extra: tuple[str, ...] = ()
 def _compile(variant: str, sources: Path, to: Path, extra: tuple[str, ...]) -> str | None:
     """Replace a variant's library; return the compiler's error, if any.
 
-    A library that another process may be loading is replaced in one step. One that stays after an
-    error is refused when it is loaded if it is of other sources.
+    The library is replaced atomically, because another process may be loading it. If an old library
+    remains after an error, loading it raises if its sources differ.
     """
     path, part = to / library_name(variant), None
     try:

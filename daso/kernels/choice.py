@@ -1,4 +1,4 @@
-"""Choose the kernels of a device: C on CPUs, Triton on GPUs, and torch's as the fallback."""
+"""Selects the kernels of a device: C on CPUs, Triton on GPUs, and torch's as the fallback."""
 
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 import torch
 
 from daso.environment import kernels_name
-from daso.errors import ConfigError, told
+from daso.errors import ConfigError, summarize
 from daso.kernels import torch_kernels
 from daso.kernels.native import KernelError, load_native
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from daso.kernels.codecs import Codec
     from daso.kernels.rows import EncodeRows, FlatTensors, Mean, ShardRows
-
-__all__ = ["Kernels", "describe_kernels", "kernels_for", "slow_kernels"]
 
 
 class Kernels(Protocol):
@@ -57,7 +55,7 @@ class Kernels(Protocol):
         rows: "ShardRows",
         sums: torch.Tensor,
     ) -> None:
-        """Take in the mean of what nodes sent."""
+        """Apply a mean to the rows of a shard."""
         ...
 
     def mean_rows(
@@ -68,7 +66,7 @@ class Kernels(Protocol):
         total: torch.Tensor | None = None,
         to: "Sequence[torch.Tensor]" = (),
     ) -> None:
-        """Add rows in order, and divide."""
+        """Average rows, added in order."""
         ...
 
     def gather(self, values: "FlatTensors", start: int, stop: int, row: torch.Tensor) -> None:
@@ -87,8 +85,8 @@ class Choice(NamedTuple):
 
     Args:
         kernels: The implementation.
-        line: Its name, and the reason for a fallback.
-        is_fallback: Better kernels exist for the device, but do not run here.
+        line: Its name, with the reason for a fallback.
+        is_fallback: Faster kernels exist for the device, but do not run here.
     """
 
     kernels: Kernels
@@ -97,16 +95,16 @@ class Choice(NamedTuple):
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Return the kernels for rows on a device: C or Triton, or those that DASO_KERNELS names.
+    """Return the kernels for rows on a device: C or Triton, or those named by DASO_KERNELS.
 
     Raises:
-        ConfigError: Those that DASO_KERNELS names do not run here.
+        ConfigError: The kernels named by DASO_KERNELS do not run here.
     """
     return _choose(device.type).kernels
 
 
 def describe_kernels(device: torch.device) -> str:
-    """Return the name of the kernels of a device, and the reason for a fallback."""
+    """Return the name of the kernels of a device, with the reason for a fallback."""
     return _choose(device.type).line
 
 
@@ -118,23 +116,23 @@ def slow_kernels(device: torch.device) -> str:
 
 @cache
 def _choose(device: str) -> Choice:
-    """Return the kernels of a type of device; decided once in a process."""
+    """Return the kernels of a type of device; cached for the process."""
     fallback, name = cast("Kernels", torch_kernels), kernels_name()
     if name == "torch":
         return Choice(fallback, f"{fallback.NAME} (DASO_KERNELS=torch)")
-    wanted = {"cuda": "triton", "cpu": "native"}.get(device)
-    if wanted is None:
+    best = {"cuda": "triton", "cpu": "native"}.get(device)
+    if best is None:
         return Choice(fallback, f"{fallback.NAME} (on {device})")
     try:
-        if wanted == "native":
+        if best == "native":
             native = load_native()
             return Choice(native, native.NAME)
         from daso.kernels import triton_kernels
 
         triton_kernels.check(torch.device(device))
-    except Exception as error:  # Triton needs a C compiler, Python's headers, a folder to write to
-        why = str(error) if isinstance(error, KernelError) else told(error)
-        if name == wanted:  # a name of kernels for other devices says nothing of these
+    except Exception as error:  # Triton needs a C compiler, Python's headers, a writable folder
+        why = str(error) if isinstance(error, KernelError) else summarize(error)
+        if name == best:  # DASO_KERNELS may also name kernels of another device
             raise ConfigError(
                 f"DASO_KERNELS must name kernels that run here, but {name!r} does not: {why}; "
                 f"unset it or set it to torch"

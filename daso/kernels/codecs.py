@@ -1,35 +1,24 @@
-"""Codecs: how the numbers of a flat row are laid out as bytes between nodes.
+"""Codecs: the byte layout of a flat row of numbers between nodes.
 
 A payload is a sequence of blocks, each with a fixed number of bytes; the last block may be shorter.
 So the payload of a span that starts at a block is a slice of the payload of the whole row. Rounding
-errors are kept in the parameters or in a residual, and are part of the next row (error feedback;
+errors stay in the parameters or in a residual, and are part of the next row (error feedback;
 Seide et al. 2014, Karimireddy et al. 2019).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
-
-__all__ = [
-    "BLOCKS",
-    "TOPK_BLOCK",
-    "TOPK_PART",
-    "Blocks",
-    "Codec",
-    "codec_named",
-    "dense_codec",
-    "exact_codec",
-]
 
 
 class Blocks(NamedTuple):
     """Layout of blocks whose numbers share a scale: the scale, then a code for each number.
 
-    The codes of 8 bits are signed. Of fewer bits, byte k holds those of numbers k, k + width,
-    k + 2 * width and so on, from its lowest bits up, each plus `bias`.
+    Codes of 8 bits are signed. With fewer bits, byte k holds the codes of numbers k, k + width,
+    k + 2 * width and so on, from the lowest bits up, each plus `bias`.
     """
 
     numel: int  # numbers of a block
@@ -61,19 +50,20 @@ class Blocks(NamedTuple):
         return self.scale.itemsize + min(rest, self.width)
 
 
-# Blocks of int4 and int2 are small: a number that is small next to its block's largest stays in the
-# residual, and Adam divides by the bursts in which it is sent (docs/accuracy.md).
+# Blocks of int4 and int2 are small: a number that is small relative to its block's largest stays in
+# the residual until it is sent in a burst, by which Adam divides (docs/accuracy.md).
 BLOCKS = {
     "int8": Blocks(128, 8, torch.float32),
     "int4": Blocks(32, 4, torch.bfloat16),
     "int2": Blocks(32, 2, torch.bfloat16),
 }
-# Numbers of a block, of which one in TOPK_PART is sent: its place (16 bits) and its value (bf16).
+# Numbers of a block, and the divisor for those that are sent: index (16 bits) and value (bf16).
 TOPK_BLOCK, TOPK_PART = 4096, 64
-WORD_BYTES = 4  # payloads are whole words, so that the parts of a chunk start aligned
+KNOWN_SIZES = 4096  # of payloads; every exchange needs the same ones
+WORD_BYTES = 4  # payload sizes are multiples, so that the parts of a chunk are aligned
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # one instance of each exists
 class Codec:
     """Layout of a payload.
 
@@ -82,27 +72,29 @@ class Codec:
         row: Type of the rows: fp32 or fp64.
         block: Numbers of a block.
         block_nbytes: Bytes of a block.
-        tail_nbytes: Returns the bytes of a shorter last block of so many numbers.
-        exact: Decoding returns the row: no residual is needed.
+        tail_nbytes: Returns the bytes of a shorter last block, from its count of numbers.
+        exact: Decoding returns the encoded row: no residual is needed.
         sparse: Most numbers are not sent.
-        sums: Sums are exchanged between the levels of a plan, instead of running means.
+        sums: The levels of a plan exchange sums instead of running means.
     """
 
     wire: str
     row: torch.dtype
     block: int
     block_nbytes: int
-    tail_nbytes: Callable[[int], int] = field(compare=False)
+    tail_nbytes: Callable[[int], int]
     exact: bool = False
     sparse: bool = False
     sums: bool = False
 
+    @lru_cache(maxsize=KNOWN_SIZES)  # noqa: B019 - codecs live as long as the process
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a payload of ``numel`` numbers, a multiple of 4."""
         return -(-self.offset(numel) // WORD_BYTES) * WORD_BYTES
 
+    @lru_cache(maxsize=KNOWN_SIZES)  # noqa: B019 - as above
     def offset(self, numel: int) -> int:
-        """Return the bytes of ``numel`` numbers, without what fills the last word."""
+        """Return the bytes of ``numel`` numbers, without padding."""
         blocks, rest = divmod(numel, self.block)
         return blocks * self.block_nbytes + (self.tail_nbytes(rest) if rest else 0)
 
@@ -157,7 +149,7 @@ def codec_named(wire: str, row: torch.dtype = torch.float32) -> Codec:
 def dense_codec(wire: str, row: torch.dtype = torch.float32) -> Codec:
     """Return the codec for exchanges after which all nodes agree.
 
-    A sparse wire would hold most numbers back; other wires hold back rounding errors alone.
+    A sparse wire would hold back most numbers; other wires only hold back rounding errors.
     """
     if wire == "topk":
         return _cast("fp32", torch.float32, row, dense=True)
@@ -166,5 +158,5 @@ def dense_codec(wire: str, row: torch.dtype = torch.float32) -> Codec:
 
 @cache
 def exact_codec(row: torch.dtype) -> Codec:
-    """Return the codec that sends numbers as they are."""
+    """Return the codec that sends numbers without rounding."""
     return codec_named("fp64" if row == torch.float64 else "fp32", row)

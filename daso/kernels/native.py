@@ -1,7 +1,7 @@
-"""Kernels of C for CPUs: `native.c`, loaded by ctypes, which releases the GIL while they compute.
+"""C kernels for CPUs: `native.c`, loaded by ctypes, which releases the GIL during calls.
 
-One library is built for each instruction set (`build`), and the best that this processor has is
-loaded. A library of other sources, or one that does not load, is refused.
+One library is built for each instruction set (`build`); the best one for this processor is loaded.
+A library of other sources, or one that does not load, is not used.
 """
 
 import ctypes
@@ -18,12 +18,10 @@ from daso.kernels.build import FOLDER, VARIANTS, digest, library_name
 from daso.kernels.codecs import Codec
 from daso.kernels.rows import KINDS, NO_ROWS, EncodeRows, FlatTensors, Mean, ShardRows
 
-__all__ = ["KernelError", "NativeKernels", "load_native", "supported_variants"]
-
 NAMES = ("fp32", "bf16", "fp16", "int8", "int4", "int2", "topk", "fp64")
-WIRES = {name: at for at, name in enumerate(NAMES)}
+WIRES = {name: index for index, name in enumerate(NAMES)}
 COPY, ADD, PULL = range(3)
-# Of /proc/cpuinfo, what a variant needs beyond the next one.
+# Flags of /proc/cpuinfo that a variant needs beyond the next one.
 FEATURES = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"},
@@ -52,7 +50,7 @@ TYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
 class KernelError(Exception):
-    """Raised where kernels cannot be used."""
+    """Raised if kernels cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class _Functions:
 
 
 def supported_variants(cpuinfo: str | None = None) -> list[str]:
-    """Return the variants that this processor can run, the fastest first."""
+    """Return the variants that this processor can run, fastest first."""
     if not FEATURES.keys() & set(VARIANTS):
         return list(VARIANTS)
     text = Path("/proc/cpuinfo").read_text("utf-8") if cpuinfo is None else cpuinfo
@@ -80,10 +78,10 @@ def supported_variants(cpuinfo: str | None = None) -> list[str]:
 
 @cache
 def load_native(variant: str | None = None, folder: Path = FOLDER) -> "NativeKernels":
-    """Return the kernels of a variant; None: the best that this processor has.
+    """Return the kernels of a variant; None: the best one for this processor.
 
     Raises:
-        KernelError: There is no library, or it is not this version's, or it does not load.
+        KernelError: The library is missing, does not load, or belongs to another version.
     """
     names = supported_variants() if variant is None else [variant]
     reasons = []
@@ -91,7 +89,7 @@ def load_native(variant: str | None = None, folder: Path = FOLDER) -> "NativeKer
         path = folder / library_name(name)
         if path.exists():
             try:
-                return NativeKernels(_opened(path), name)
+                return NativeKernels(_open(path), name)
             except KernelError as error:
                 reasons.append(str(error))
     if reasons:
@@ -99,8 +97,8 @@ def load_native(variant: str | None = None, folder: Path = FOLDER) -> "NativeKer
     raise KernelError("no library was built; run python -m daso.kernels.build, with a C compiler")
 
 
-def _opened(path: Path) -> ctypes.CDLL:
-    """Load a library; raise KernelError unless it is of these sources."""
+def _open(path: Path) -> ctypes.CDLL:
+    """Load a library; raise KernelError if it was built from other sources."""
     try:
         library = ctypes.CDLL(str(path))
         source = library.daso_source
@@ -120,7 +118,7 @@ class NativeKernels:
     """The functions of `daso.kernels.torch_kernels`, with the same bits, in C.
 
     Args:
-        library: That of `native.c`.
+        library: The library built from `native.c`.
         variant: The instruction set it was compiled for.
     """
 
@@ -128,12 +126,12 @@ class NativeKernels:
         self.NAME = f"C kernels ({variant})"
         self._functions = {}
         for dtype, suffix in TYPES.items():
-            found = {}
+            functions = {}
             for name, arguments in ARGUMENTS.items():
                 function = getattr(library, f"{name}_{suffix}")
                 function.argtypes, function.restype = arguments, None
-                found[name.removeprefix("daso_")] = function
-            self._functions[dtype] = _Functions(**found)
+                functions[name.removeprefix("daso_")] = function
+            self._functions[dtype] = _Functions(**functions)
 
     def encode(
         self,
@@ -144,9 +142,11 @@ class NativeKernels:
         rows: EncodeRows = NO_ROWS,
     ) -> None:
         """Encode values - reference + residual; see `daso.kernels.torch_kernels.encode`."""
-        if not values.fits(CPU):
+        if not values.on_host:
             torch_kernels.encode(codec, values, spans, payload, rows)
             return
+        if rows.gradients:
+            rows.check()
         flat = array("q", [at for span in spans for at in span])
         _check_bytes(payload, sum(codec.nbytes(stop - start) for start, stop in spans))
         last = max(flat, default=0)
@@ -154,10 +154,14 @@ class NativeKernels:
         _check_rows(codec.row, last, rows.reference, rows.residual, rows.rounding)
         self._functions[codec.row].encode(
             WIRES[codec.wire],
-            *(len(spans), _address(flat)),
+            len(spans),
+            _address(flat),
             *_tables(values),
             *map(_pointer, (rows.reference, rows.residual, rows.rounding)),
-            *(rows.gradients, payload.data_ptr(), _pointer(rows.first), _pointer(rows.distance)),
+            rows.gradients,
+            payload.data_ptr(),
+            _pointer(rows.first),
+            _pointer(rows.distance),
         )
 
     def reduce(
@@ -177,9 +181,16 @@ class NativeKernels:
         _check_rows(codec.row, numel, row, carry)
         versions, weights = _versions(mean, numel)
         self._functions[codec.row].reduce(
-            *(WIRES[codec.wire], numel, len(versions)),
-            *(_address(versions), _address(weights), mean.total, _pointer(carry), gradients),
-            *(_pointer(payload), _pointer(row)),
+            WIRES[codec.wire],
+            numel,
+            len(versions),
+            _address(versions),
+            _address(weights),
+            mean.total,
+            _pointer(carry),
+            gradients,
+            _pointer(payload),
+            _pointer(row),
         )
 
     def accept(
@@ -191,21 +202,27 @@ class NativeKernels:
         rows: ShardRows,
         sums: torch.Tensor,
     ) -> None:
-        """Take in a mean; see `daso.kernels.torch_kernels.accept`."""
+        """Apply a mean; see `daso.kernels.torch_kernels.accept`."""
         codec, numel = mean.codec, stop - start
         versions, weights = _versions(mean, numel)
         _check_bytes(sent, codec.offset(numel))
         changed = (rows.reference, rows.negated, rows.shown, rows.residual)
-        kept = (rows.rounding, rows.others)
-        _check_rows(codec.row, stop, *changed, *kept)
+        optional = (rows.rounding, rows.others)
+        _check_rows(codec.row, stop, *changed, *optional)
         if rows.rounding is not None and rows.residual is None:
             raise ValueError("rounding errors must have a residual to go to, but it is None")
         at = start * codec.row.itemsize
         self._functions[codec.row].accept(
-            *(WIRES[codec.wire], numel, len(versions), _address(versions), _address(weights)),
-            *(mean.total, sent.data_ptr()),
-            *(None if row is None else row.data_ptr() + at for row in (*changed, *kept)),
-            *(rows.share, sums.data_ptr()),
+            WIRES[codec.wire],
+            numel,
+            len(versions),
+            _address(versions),
+            _address(weights),
+            mean.total,
+            sent.data_ptr(),
+            *(None if row is None else row.data_ptr() + at for row in (*changed, *optional)),
+            rows.share,
+            sums.data_ptr(),
         )
 
     def mean_rows(
@@ -216,22 +233,29 @@ class NativeKernels:
         total: torch.Tensor | None = None,
         to: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Add rows in order, and divide; see `daso.kernels.torch_kernels.mean_rows`."""
+        """Average rows, added in order; see `daso.kernels.torch_kernels.mean_rows`."""
         kind, numel = rows[0].dtype, rows[0].numel()
         wide = torch.float64 if kind == torch.float64 else torch.float32
         written = to[0].dtype if to else kind
         _check_rows(kind, numel, *rows)
         _check_rows(wide, numel, total)
         _check_rows(written, numel, *to)
-        read, others = (array("q", [one.data_ptr() for one in some]) for some in (rows, to))
+        read, others = (array("q", [row.data_ptr() for row in group]) for group in (rows, to))
         self._functions[wide].mean_rows(
-            *(KINDS[kind], numel, len(read), _address(read), divisor, _pointer(total)),
-            *(KINDS[written], len(others), _address(others)),
+            KINDS[kind],
+            numel,
+            len(read),
+            _address(read),
+            divisor,
+            _pointer(total),
+            KINDS[written],
+            len(others),
+            _address(others),
         )
 
     def gather(self, values: FlatTensors, start: int, stop: int, row: torch.Tensor) -> None:
         """Copy elements of tensors to a row; see `daso.kernels.torch_kernels.gather`."""
-        if not values.fits(CPU):
+        if not values.on_host:
             torch_kernels.gather(values, start, stop, row)
             return
         _check_end(values, stop)
@@ -242,7 +266,7 @@ class NativeKernels:
         self, values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = False
     ) -> None:
         """Merge a row into tensors; see `daso.kernels.torch_kernels.merge`."""
-        if not values.fits(CPU):
+        if not values.on_host:
             torch_kernels.merge(values, row, pull, add=add)
             return
         _check_rows(row.dtype, values.numel, row)
@@ -250,7 +274,8 @@ class NativeKernels:
         self._functions[row.dtype].merge(
             how, pull, len(values.kinds), *_tables(values), row.data_ptr()
         )
-        # Autograd refuses a backward through values that were written to since, as after torch's.
+        # So that autograd raises for a backward through the old values, as after torch's
+        # operations.
         torch.autograd.graph.increment_version(values.tensors)
 
 
@@ -267,26 +292,26 @@ def _tables(values: FlatTensors) -> tuple[int, int, int]:
 
 
 def _versions(mean: Mean, numel: int) -> "tuple[array[int], array[float]]":
-    """Return addresses of payloads that are as long as they must be, and their weights."""
+    """Return the addresses of payloads, after a check of their lengths, and the weights."""
     if not len(mean.versions) == len(mean.weights) > 0:
         raise ValueError(
             f"a mean must have a weight for each version, not {len(mean.weights)} for "
             f"{len(mean.versions)}"
         )
-    for one in mean.versions:
-        _check_bytes(one, mean.codec.offset(numel))
-    versions = array("q", [one.data_ptr() for one in mean.versions])
+    for version in mean.versions:
+        _check_bytes(version, mean.codec.offset(numel))
+    versions = array("q", [version.data_ptr() for version in mean.versions])
     return versions, array("d", mean.weights)
 
 
 def _check_end(values: FlatTensors, stop: int) -> None:
-    """Refuse a span that ends after the tensors: C would read past them."""
+    """Raise if a span ends after the tensors: C would read past them."""
     if stop > values.numel:
         raise ValueError(f"a span must end within {values.numel} numbers, not at {stop}")
 
 
 def _check_bytes(payload: torch.Tensor, nbytes: int) -> None:
-    """Refuse a payload that is shorter than its row: C would read or write past it."""
+    """Raise if a payload is shorter than its row: C would read or write past it."""
     bad = payload.numel() < nbytes or payload.dtype != torch.uint8
     if bad or not payload.is_contiguous() or payload.device != CPU:
         raise ValueError(
@@ -296,7 +321,7 @@ def _check_bytes(payload: torch.Tensor, nbytes: int) -> None:
 
 
 def _check_rows(dtype: torch.dtype, numel: int, *rows: torch.Tensor | None) -> None:
-    """Refuse rows that are shorter, of another type or device, or not contiguous."""
+    """Raise for rows that are shorter, of another type or device, or not contiguous."""
     for row in rows:
         if row is None:
             continue

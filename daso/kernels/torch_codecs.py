@@ -7,8 +7,6 @@ import torch
 from daso.kernels.codecs import BLOCKS, TOPK_BLOCK, TOPK_PART, Blocks, Codec
 from daso.kernels.rows import divide_
 
-__all__ = ["decode_row", "encode_row"]
-
 TINY = torch.finfo(torch.float32).tiny
 LARGEST = {kind: torch.finfo(kind).max for kind in (torch.float32, torch.bfloat16)}
 
@@ -20,12 +18,12 @@ def encode_row(codec: Codec, values: torch.Tensor, payload: torch.Tensor) -> Non
     elif codec.wire == "topk":
         _encode_topk(values, payload)
     else:
-        if codec.wire == "fp16":  # what is beyond its range stays in the residual
+        if codec.wire == "fp16":  # the excess over its range stays in the residual
             values = values.clamp(-65504.0, 65504.0)
         room = payload.view(_dtype(codec))
         room.copy_(values)
         if room.dtype in (torch.bfloat16, torch.float16):
-            room.masked_fill_(room.isnan(), float("nan"))  # one NaN, whatever converts it
+            room.masked_fill_(room.isnan(), float("nan"))  # the same NaN on every device
 
 
 def decode_row(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
@@ -55,7 +53,7 @@ def _encode_blocks(values: torch.Tensor, payload: torch.Tensor, blocks: Blocks) 
     grid = values[: whole * numel].view(whole, numel)
     rows = payload[: whole * nbytes].view(whole, nbytes)
     largest = grid.abs().amax(1)
-    # The largest fp32 numbers are beyond bf16: as a scale they would become infinite.
+    # The largest fp32 numbers exceed bf16: as a scale they would become infinite.
     scales = divide_(largest.clone(), steps).clamp_(max=LARGEST[kind]).to(torch.float32).to(kind)
     finite = largest.isfinite()
     # A block of zeros has scale 0; any divisor gives zeros then.
@@ -65,7 +63,7 @@ def _encode_blocks(values: torch.Tensor, payload: torch.Tensor, blocks: Blocks) 
     small = torch.mul(grid, inverses.unsqueeze(1))
     if small.dtype == torch.float64:
         small.clamp_(-steps, steps)
-    # inf * 0; of a block that is not finite nothing is sent but its scale
+    # inf * 0; of a block that is not finite, only the scale is sent
     small.round_().nan_to_num_(0.0)
     rows[:, : kind.itemsize] = scales.unsqueeze(1).view(torch.uint8)
     codes = rows[:, kind.itemsize :]
@@ -73,8 +71,8 @@ def _encode_blocks(values: torch.Tensor, payload: torch.Tensor, blocks: Blocks) 
         codes.view(torch.int8).copy_(small)
         return
     first, *others = small.add_(blocks.bias).split(blocks.width, 1)
-    for at, part in enumerate(others, 1):
-        first = torch.add(first, part, alpha=2 ** (at * blocks.bits))
+    for index, part in enumerate(others, 1):
+        first = torch.add(first, part, alpha=2 ** (index * blocks.bits))
     codes.copy_(first)
 
 
@@ -93,14 +91,14 @@ def _decode_blocks(payload: torch.Tensor, out: torch.Tensor, blocks: Blocks) -> 
     if blocks.bits == 8:
         grid.copy_(codes.view(torch.int8))
     else:
-        for at, part in enumerate(grid.split(blocks.width, 1)):
-            part.copy_(codes >> at * blocks.bits & (2**blocks.bits - 1))
+        for index, part in enumerate(grid.split(blocks.width, 1)):
+            part.copy_(codes >> index * blocks.bits & (2**blocks.bits - 1))
         grid.sub_(blocks.bias)
     grid.mul_(scales.to(out.dtype))
 
 
 def _topk_cuts(numel: int) -> list[tuple[int, int, int]]:
-    """Return (blocks, numbers of each, numbers sent of each) of full blocks and the rest."""
+    """Return (blocks, numbers per block, numbers sent per block) of full blocks and the rest."""
     full, rest = divmod(numel, TOPK_BLOCK)
     cuts = [(full, TOPK_BLOCK), (1, rest)]
     return [(blocks, size, -(-size // TOPK_PART)) for blocks, size in cuts if blocks and size]
@@ -109,7 +107,7 @@ def _topk_cuts(numel: int) -> list[tuple[int, int, int]]:
 def _topk_views(
     row: torch.Tensor, payload: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Pair blocks (blocks, numbers) with their places and values (blocks, sent)."""
+    """Yield blocks (blocks, numbers) with their indices and values (blocks, sent)."""
     at = byte = 0
     for blocks, size, keep in _topk_cuts(row.numel()):
         fields = payload[byte : byte + 4 * blocks * keep].view(torch.int16).view(blocks, 2 * keep)
@@ -120,7 +118,7 @@ def _topk_views(
 
 def _encode_topk(values: torch.Tensor, payload: torch.Tensor) -> None:
     for grid, places, sent in _topk_views(values, payload):
-        # Of equal numbers the first; NaN is the largest.
+        # The first of equal numbers is taken; NaN is the largest.
         order = grid.abs().sort(dim=1, descending=True, stable=True).indices
         largest = order[:, : places.shape[1]].sort(dim=1).values
         places.copy_(largest)

@@ -1,6 +1,7 @@
-"""Kernels of torch operations: the reference of all others, and the fallback.
+"""Kernels in torch operations: the reference for all others, and the fallback.
 
-On the host, rows are worked on in pieces that a core's cache holds. Nothing waits for a device.
+On the host, rows are processed in pieces that fit into a core's cache. No kernel waits for a
+device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,12 +11,11 @@ import torch
 from daso.kernels.codecs import Codec
 from daso.kernels.rows import NO_ROWS, EncodeRows, FlatTensors, Mean, ShardRows, divide_
 from daso.kernels.torch_codecs import decode_row, encode_row
+from daso.torch_private import foreach_add, foreach_copy
 
-__all__ = ["accept", "encode", "gather", "mean_rows", "merge", "reduce"]
-
-PIECE = 1 << 16  # numbers: a multiple of every block; six rows of them are 1.5 MiB of fp32
-DEVICE_PIECE = PIECE << 6  # on a device, where the cost of a pass is its launch
-SUM_TILE = 1024  # numbers whose squares are folded in halves
+PIECE = 1 << 16  # numbers: a multiple of every block; six rows of fp32 are 1.5 MiB
+DEVICE_PIECE = PIECE << 6  # on a device, where a pass costs a launch
+SUM_TILE = 1024  # numbers whose squares are summed by folding in halves
 
 NAME = "torch's operations"
 
@@ -40,8 +40,8 @@ def _add_squares(values: torch.Tensor, total: torch.Tensor) -> None:
         total += rows.double().sum()
         return
     number = float(total)
-    for one in rows.view(-1).tolist():
-        number += one
+    for square in rows.view(-1).tolist():
+        number += square
     total.fill_(number)
 
 
@@ -59,11 +59,12 @@ def encode(
 
     Args:
         codec: Layout of the payloads.
-        values: Row (numel) in its tensors.
-        spans: Parts of it that have a payload each.
-        payload: Receives the payloads one after the other (sum of codec.nbytes,), uint8.
-        rows: Rows that are read and written, as long as the row (numel).
+        values: Row (numel), as tensors.
+        spans: Parts of the row with one payload each.
+        payload: Receives the payloads, in order (sum of codec.nbytes,), uint8.
+        rows: Rows that are read and written (numel).
     """
+    rows.check()
     cuts = [b - a for span in spans for a, b in _pieces(*span, payload.device)]
     room = torch.empty(max(cuts, default=0), dtype=codec.row, device=payload.device)
     byte = 0
@@ -75,21 +76,21 @@ def encode(
             piece, bytes_of = room[: b - a], codec.part(part, a - start, b - start)
             values.gather(a, b, piece)
             if rows.gradients and rows.residual is not None:
-                _encode_kept(codec, piece, rows.residual[a:b], bytes_of, gradients=True)
+                _encode_with_errors(codec, piece, rows.residual[a:b], bytes_of, gradients=True)
                 continue
             if rows.reference is not None:
                 piece -= rows.reference[a:b]
             if rows.residual is not None:
                 piece += rows.residual[a:b]
             if rows.first is not None:
-                _note_nonfinite(piece, a, rows.first)
+                _find_nonfinite(piece, a, rows.first)
             encode_row(codec, piece, bytes_of)
             if rows.rounding is not None or rows.distance is not None:
                 lost = torch.empty_like(piece) if rows.rounding is None else rows.rounding[a:b]
-                _keep_lost(codec, piece, bytes_of, lost, rows.distance)
+                _write_errors(codec, piece, bytes_of, lost, rows.distance)
 
 
-def _keep_lost(
+def _write_errors(
     codec: Codec,
     values: torch.Tensor,
     payload: torch.Tensor,
@@ -104,39 +105,39 @@ def _keep_lost(
         _add_squares(lost, distance)
 
 
-def _note_nonfinite(values: torch.Tensor, start: int, first: torch.Tensor) -> None:
-    """Lower ``first`` to the place of the first number that is not finite."""
-    if not values.is_cuda and bool(values.sum().isfinite()):  # a sum is cheaper
+def _find_nonfinite(values: torch.Tensor, start: int, first: torch.Tensor) -> None:
+    """Lower ``first`` to the index of the first number that is not finite."""
+    if not values.is_cuda and bool(values.sum().isfinite()):  # a sum is faster
         return
-    apart = torch.sub(values, values)  # zero, or NaN: for infinity too
-    place = apart.argmax()  # NaN is the greatest, and the first of equals is taken
-    found = torch.where(apart.take(place).isnan(), place + start, first)
-    torch.minimum(first, found, out=first)
+    differences = torch.sub(values, values)  # zero, or NaN, also for infinity
+    place = differences.argmax()  # NaN is the largest, and the first of equals is taken
+    candidate = torch.where(differences.take(place).isnan(), place + start, first)
+    torch.minimum(first, candidate, out=first)
 
 
-def _encode_kept(
+def _encode_with_errors(
     codec: Codec,
     values: torch.Tensor,
-    kept: torch.Tensor,
+    errors: torch.Tensor,
     payload: torch.Tensor,
     *,
     gradients: bool,
 ) -> None:
-    """Encode values plus kept errors; keep the errors of this payload."""
+    """Encode values plus earlier rounding errors; replace these by the errors of this payload."""
     if not gradients:
-        values += kept
+        values += errors
         encode_row(codec, values, payload)
-        decode_row(codec, payload, kept)
-        torch.sub(values, kept, out=kept)
+        decode_row(codec, payload, errors)
+        torch.sub(values, errors, out=errors)
         return
     idle = values == 0
-    waiting = torch.where(idle, kept, 0)
-    values.add_(kept).masked_fill_(idle, 0)
+    waiting = torch.where(idle, errors, 0)
+    values.add_(errors).masked_fill_(idle, 0)
     encode_row(codec, values, payload)
-    decode_row(codec, payload, kept)
-    torch.sub(values, kept, out=kept)
-    kept.nan_to_num_(0.0, 0.0, 0.0)
-    kept += waiting
+    decode_row(codec, payload, errors)
+    torch.sub(values, errors, out=errors)
+    errors.nan_to_num_(0.0, 0.0, 0.0)
+    errors += waiting
 
 
 def _mean(mean: Mean, start: int, stop: int) -> torch.Tensor:
@@ -167,10 +168,11 @@ def reduce(
 
     Args:
         mean: Payloads of ``numel`` numbers.
-        numel: How many.
-        payload: Receives the mean for the wire (codec.nbytes(numel),), uint8.
+        numel: Number of numbers.
+        payload: Receives the encoded mean (codec.nbytes(numel),), uint8.
         row: Receives the mean (numel).
-        carry: Rounding errors of earlier means (numel), added; receives those of this one.
+        carry: Rounding errors of earlier means (numel), which are added; receives those of this
+            mean.
         gradients: As in `encode`, for ``carry``.
     """
     codec, device = mean.codec, mean.versions[0].device
@@ -186,7 +188,7 @@ def reduce(
         if carry is None:
             encode_row(codec, values, part)
         else:
-            _encode_kept(codec, values, carry[a:b], part, gradients=gradients)
+            _encode_with_errors(codec, values, carry[a:b], part, gradients=gradients)
 
 
 def accept(
@@ -197,15 +199,15 @@ def accept(
     rows: ShardRows,
     sums: torch.Tensor,
 ) -> None:
-    """Take in the mean of what nodes sent.
+    """Apply a mean to the rows of a shard.
 
     Args:
         mean: Payloads of ``stop - start`` numbers.
         sent: This node's own payload of them.
         start: Their first element in ``rows``.
-        stop: Behind their last.
-        rows: What changes.
-        sums: Raised by squares: own part from mean, reference, mean (3,), fp64.
+        stop: The end of their last.
+        rows: Rows that change.
+        sums: Increased by sums of squares: own part minus mean, reference, mean (3,), fp64.
     """
     codec = mean.codec
     for a, b in _pieces(0, stop - start, sent.device):
@@ -241,13 +243,13 @@ def mean_rows(
     total: torch.Tensor | None = None,
     to: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Add rows in order in fp32 or fp64, and divide.
+    """Average rows, added in order in fp32 or fp64.
 
     Args:
         rows: Rows (numel) of one type.
         divisor: Of the sum.
-        total: Receives the mean (numel), fp32 or fp64; may be the first row, or one of two.
-        to: Receive the mean, rounded to their type; may be ``rows``.
+        total: Receives the mean (numel), fp32 or fp64; may be the first row, or either of two.
+        to: Rows that receive the mean, rounded to their type; may be ``rows``.
     """
     wide = torch.float64 if rows[0].dtype == torch.float64 else torch.float32
     if total is None:
@@ -267,7 +269,7 @@ def _add_rows(rows: Sequence[torch.Tensor], total: torch.Tensor) -> None:
             total.copy_(first)
     elif first.dtype == total.dtype:
         torch.add(first, others.pop(0), out=total)
-    else:  # adding two 16-bit rows would round before it widens
+    else:  # adding two 16-bit rows would round the sum to 16 bits
         total.copy_(first)
     for row in others:
         total += row
@@ -280,19 +282,19 @@ def gather(values: FlatTensors, start: int, stop: int, row: torch.Tensor) -> Non
 
 
 def merge(values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = False) -> None:
-    """Write x + pull (c - x) to tensors x, of a row c (numel); with ``add``, x + c.
+    """Write x + pull (c - x) to tensors x, for a row c (numel); with ``add``, x + c.
 
-    16-bit tensors are computed with in the row's type, and rounded once.
+    16-bit tensors are computed in the row's type, and rounded once.
     """
     pairs = list(values.pairs(0, values.numel, row))
     if not pairs:
         return
-    here, there = [x for x, _ in pairs], [c for _, c in pairs]
+    targets, sources = [x for x, _ in pairs], [c for _, c in pairs]
     if pull == 1 and not add:
-        torch._foreach_copy_(here, there)
+        foreach_copy(targets, sources)
         return
-    if add and all(x.dtype == row.dtype for x in here):
-        torch._foreach_add_(here, there)
+    if add and all(x.dtype == row.dtype for x in targets):
+        foreach_add(targets, sources)
         return
     for x, c in pairs:
         wide = x.to(c.dtype)

@@ -1,15 +1,13 @@
 """Device functions of the Triton kernels: tiles of rows, of tensors and of payloads.
 
-A program works on one tile: 1024 numbers as (blocks, numbers of a block), whole blocks on every
-wire. Formats have the numbers of `daso.kernels.rows.KINDS`, then int8, and those whose codes share
-bytes, int4 and int2. ``WHOLE``: the tile is full, and nothing is masked. No product and sum may be
-contracted: every kernel is launched with ``enable_fp_fusion=False``.
+A program processes one tile: 1024 numbers as (blocks, numbers per block), whole blocks on every
+wire. Formats are numbered as in `daso.kernels.rows.KINDS`, then int8, and the formats whose codes
+share bytes, int4 and int2. ``WHOLE``: the tile is full, without masks. Products and sums must not
+be contracted: every kernel is launched with ``enable_fp_fusion=False``.
 """
 
 import triton
 import triton.language as tl
-
-__all__ = ["BF16", "FORMATS", "FP16", "FP32", "INT2", "INT4", "INT8", "TILE"]
 
 FORMATS = {"fp32": 0, "bf16": 2, "fp16": 3, "int8": 4, "int4": 5, "int2": 6}
 FP32, BF16, FP16, INT8, INT4, INT2 = (tl.constexpr(code) for code in FORMATS.values())
@@ -23,14 +21,14 @@ ROUNDS = tl.constexpr(12582912.0)  # added and subtracted, it rounds to integers
 
 @triton.jit
 def places(FORMAT: tl.constexpr):
-    """Return the places of a tile's numbers (blocks, numbers of a block)."""
+    """Return the indices of a tile's numbers (blocks, numbers per block)."""
     BLOCK: tl.constexpr = 32 if FORMAT > INT8 else 128
     return tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
 def read(row, at, mask, WHOLE: tl.constexpr):
-    """Load elements of a row; those that are masked out are 0."""
+    """Load elements of a row; masked elements are 0."""
     return tl.load(row + at) if WHOLE else tl.load(row + at, mask=mask, other=0)
 
 
@@ -54,7 +52,7 @@ def write(row, at, values, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def magnitude(values):
-    """Return the bits of |x|: they order as the numbers do, infinity and NaN last."""
+    """Return the bits of |x|, which have the order of the numbers, with infinity and NaN last."""
     return values.to(tl.int32, bitcast=True) & MAGNITUDE
 
 
@@ -75,7 +73,7 @@ def widened(bits, FORMAT: tl.constexpr):
 def narrowed(values, FORMAT: tl.constexpr):
     """Return the bits of fp32 numbers, rounded half to even; every NaN has the same bits.
 
-    bf16 is rounded by hand: the interpreter truncates.
+    bf16 is rounded explicitly, because the interpreter truncates.
     """
     if FORMAT == BF16:
         bits = values.to(tl.uint32, bitcast=True)
@@ -118,7 +116,7 @@ def write_format(tensor, code, at, values, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def passed(ends, number, place):
-    """Return how many of ``number`` sorted ends are not beyond a place."""
+    """Return the number of ends, of ``number`` sorted ends, up to and including a place."""
     low, high = number * 0, number
     while low < high:
         middle = (low + high) // 2
@@ -131,7 +129,7 @@ def passed(ends, number, place):
 
 @triton.jit
 def start_of(ends, index):
-    """Return where the part at an index begins: the end of the one before."""
+    """Return the start of the part at an index: the end of the previous part."""
     return tl.load(ends + index - 1, mask=index > 0, other=0)
 
 
@@ -159,7 +157,7 @@ def locate(tensors, number, place, count):
 
 @triton.jit
 def collect(tensors, number, index, place, at, count):
-    """Return a tile of fp32 numbers that may lie in several tensors; ``index``: of the first."""
+    """Return a tile of fp32 numbers from several tensors; ``index``: of the first tensor."""
     ends = tensors + number
     values = tl.zeros_like(at).to(tl.float32)
     first = start_of(ends, index)
@@ -203,7 +201,7 @@ def _encode_blocks(values, payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.c
     largest = tl.max(magnitude(values), 1)
     finite = largest < INFINITY
     scales = tl.math.div_rn(largest.to(tl.float32, bitcast=True), STEPS)
-    if FORMAT > INT8:  # the largest fp32 numbers are beyond bf16, and would become infinite
+    if FORMAT > INT8:  # the largest fp32 numbers exceed bf16, and would become infinite
         scales = widened(narrowed(tl.minimum(scales, LARGEST_BF16), BF16), BF16)
     # A block of zeros has scale 0; any divisor gives zeros then.
     inverses = tl.math.div_rn(1.0, tl.maximum(scales, TINY))
@@ -229,7 +227,7 @@ def _encode_blocks(values, payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.c
 
 @triton.jit
 def encode_tile(values, payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    """Write a tile to its bytes of a payload; return the numbers that these decode to.
+    """Write a tile to its bytes of a payload; return the decoded numbers.
 
     Also writes the zeros that fill the payload's last word. Numbers beyond ``count`` must be 0.
     """
@@ -288,23 +286,23 @@ def decode_tile(payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def encode_kept(
-    values, kept, payload, at, count, FORMAT: tl.constexpr, GRADIENTS: tl.constexpr,
+def encode_with_errors(
+    values, errors, payload, at, count, FORMAT: tl.constexpr, GRADIENTS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Encode values + residual; return the new residual.
+    """Encode values + errors; return the errors of this payload.
 
-    With ``GRADIENTS``, a zero sends nothing and its residual stays; errors that are not finite are
+    With ``GRADIENTS``, a zero is not sent and keeps its error; errors that are not finite are
     dropped.
     """
     if GRADIENTS:
         idle = values == 0
-        values = tl.where(idle, 0.0, values + kept)
+        values = tl.where(idle, 0.0, values + errors)
         lost = values - encode_tile(values, payload, at, count, FORMAT, WHOLE)
         lost = tl.where(magnitude(lost) < INFINITY, lost, 0.0)
-        lost += tl.where(idle, kept, 0.0)
+        lost += tl.where(idle, errors, 0.0)
     else:
-        values += kept
+        values += errors
         lost = values - encode_tile(values, payload, at, count, FORMAT, WHOLE)
     return lost
 
@@ -326,7 +324,7 @@ def mean_tile(
 ):  # fmt: skip
     """Return the weighted mean of a tile of ``number`` payloads, added in their order.
 
-    ``versions``: their addresses, then their weights; ``byte``: where the tile begins in each.
+    ``versions``: their addresses, then their weights; ``byte``: offset of the tile in each.
     """
     mean = _term(versions, number, 0, byte, at, count, FORMAT, ALIGNED, WHOLE)
     for index in range(1, number):
@@ -336,7 +334,7 @@ def mean_tile(
 
 @triton.jit
 def squares(values):
-    """Return the sum of the squares of a tile, folded in halves; two numbers have one sum."""
+    """Return the sum of the squares of a tile, folded in halves, which fixes the order."""
     folded = tl.reshape(values * values, (2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
     for _ in tl.static_range(10):
         folded = tl.sum(folded, 0)

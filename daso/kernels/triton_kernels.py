@@ -1,10 +1,11 @@
 """Triton kernels for CUDA devices, with the bits of `daso.kernels.torch_kernels`.
 
-Each function is one launch, in which a program owns a tile of 1024 numbers: whole blocks of every
-wire, so blocks may straddle tensors and no scratch row is needed. A program finds its span and its
-tensors by binary search in small tables, which are copied to the device when they are first used.
-Rows of fp64, tensors of fp64 and top-k payloads are left to `torch_kernels`. Nothing waits for the
-device. Squares are added within a tile as torch does, and over tiles in fp64, in torch's order.
+Each function is one launch. Each program handles a tile of 1024 numbers, which are whole blocks of
+every wire, so that blocks may straddle tensors without a scratch row. A program finds its span and
+its tensors by binary search in small tables, which are copied to the device when they are first
+used. `torch_kernels` handles rows of fp64, tensors of fp64 and top-k payloads. No function waits
+for the device. Squares are added within a tile as in torch, and over tiles in fp64, in torch's
+order.
 """
 
 from array import array
@@ -17,19 +18,17 @@ from typing import Any
 import torch
 import triton
 
-from daso.errors import told
+from daso.errors import summarize
 from daso.kernels import torch_kernels, triton_programs
 from daso.kernels.codecs import Codec, codec_named
 from daso.kernels.native import KernelError
 from daso.kernels.rows import KINDS, NO_ROWS, NOWHERE, EncodeRows, FlatTensors, Mean, ShardRows
 from daso.kernels.triton_codecs import FORMATS, TILE
 
-__all__ = ["NAME", "accept", "check", "encode", "gather", "mean_rows", "merge", "reduce"]
-
 NAME = f"Triton kernels ({triton.__version__})"
 EVEN: int = triton_programs.EVEN.value
 NUMBERS: int = TILE.value  # of a tile
-TABLES = 256  # kept on devices, a few KiB each
+TABLES = 256  # cached on devices, a few KiB each
 WIDE = KINDS[torch.float64]
 NARROW = {dtype: kind for dtype, kind in KINDS.items() if kind != WIDE}  # formats of tensors
 
@@ -62,7 +61,7 @@ def _tensor_table(values: FlatTensors, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=TABLES)
 def _span_table(codec: Codec, spans: tuple[tuple[int, int], ...]) -> tuple[bytes, int, int, bool]:
-    """Return the table of spans, their tiles and bytes, and whether all begin evenly."""
+    """Return the table of spans, their tiles and bytes, and whether all spans are aligned."""
     spans = tuple((start, stop) for start, stop in spans if start < stop)
     tiles = list(accumulate(_tiles(stop - start) for start, stop in spans))
     nbytes = list(accumulate((codec.nbytes(b - a) for a, b in spans), initial=0))
@@ -73,7 +72,7 @@ def _span_table(codec: Codec, spans: tuple[tuple[int, int], ...]) -> tuple[bytes
 
 
 def _readable(values: FlatTensors, device: torch.device) -> bool:
-    """Return whether these kernels read the tensors."""
+    """Return whether these kernels can read the tensors."""
     return WIDE not in values.kinds and values.fits(device)
 
 
@@ -107,7 +106,7 @@ def _launch(
     """Launch a kernel on a device; the interpreter runs it on the host."""
     on: AbstractContextManager[object]
     on = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with on:  # a product and a sum are rounded apart, as torch's are
+    with on:  # products and sums are rounded separately, as in torch
         kernel[(tiles,)](*arguments, **constants, enable_fp_fusion=False)
 
 
@@ -158,22 +157,32 @@ def encode(
     if not _handles(codec) or not _readable(values, payload.device):
         torch_kernels.encode(codec, values, spans, payload, rows)
         return
+    rows.check()
     device = payload.device
     content, tiles, nbytes, even = _span_table(codec, tuple(map(tuple, spans)))
     if not tiles:
         return
     last = max(stop for _, stop in spans)
-    assert last <= values.numel, "a span ends behind the tensors"
+    assert last <= values.numel, "a span ends after the tensors"
     _check_bytes(codec, device, nbytes, payload)
     _check_rows(device, last, rows.reference, rows.residual, rows.rounding)
     sums = None
     if rows.distance is not None:
         sums = torch.empty(tiles, dtype=torch.float32, device=device)
     _launch(
-        *(triton_programs.encode_row, tiles, device),
-        *(_tensor_table(values, device), len(values.kinds)),
-        *(_table(content, device), len(content) // 32),
-        *(rows.reference, rows.residual, rows.rounding, payload, rows.first, sums),
+        triton_programs.encode_row,
+        tiles,
+        device,
+        _tensor_table(values, device),
+        len(values.kinds),
+        _table(content, device),
+        len(content) // 32,
+        rows.reference,
+        rows.residual,
+        rows.rounding,
+        payload,
+        rows.first,
+        sums,
         FORMAT=FORMATS[codec.wire],
         GRADIENTS=rows.gradients,
         ALIGNED=even,
@@ -210,8 +219,16 @@ def reduce(
     _check_rows(device, numel, row, carry)
     table, even = _version_table(mean, numel, device)
     _launch(
-        *(triton_programs.reduce_row, _tiles(numel), device),
-        *(table, len(mean.versions), float(mean.total), numel, payload, row, carry),
+        triton_programs.reduce_row,
+        _tiles(numel),
+        device,
+        table,
+        len(mean.versions),
+        float(mean.total),
+        numel,
+        payload,
+        row,
+        carry,
         FORMAT=FORMATS[codec.wire],
         GRADIENTS=gradients,
         ALIGNED=even,
@@ -226,7 +243,7 @@ def accept(
     rows: ShardRows,
     sums: torch.Tensor,
 ) -> None:
-    """Take in a mean; see `daso.kernels.torch_kernels.accept`."""
+    """Apply a mean; see `daso.kernels.torch_kernels.accept`."""
     if not _handles(mean.codec):
         torch_kernels.accept(mean, sent, start, stop, rows, sums)
         return
@@ -240,10 +257,17 @@ def accept(
     table, even = _version_table(mean, numel, device)
     squares = torch.empty(_tiles(numel), 3, dtype=torch.float32, device=device)
     _launch(
-        *(triton_programs.accept_row, _tiles(numel), device),
-        *(table, len(mean.versions), float(mean.total), numel, sent),
+        triton_programs.accept_row,
+        _tiles(numel),
+        device,
+        table,
+        len(mean.versions),
+        float(mean.total),
+        numel,
+        sent,
         *(None if row is None else row[start:] for row in changed),
-        *(-rows.share, squares),
+        -rows.share,
+        squares,
         FORMAT=FORMATS[mean.codec.wire],
         ALIGNED=even,
     )
@@ -257,7 +281,7 @@ def mean_rows(
     total: torch.Tensor | None = None,
     to: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Add rows in order, and divide; see `daso.kernels.torch_kernels.mean_rows`."""
+    """Average rows, added in order; see `daso.kernels.torch_kernels.mean_rows`."""
     types = {row.dtype for row in rows}, {row.dtype for row in to}
     if any(len(kinds) > 1 or not kinds <= NARROW.keys() for kinds in types):
         torch_kernels.mean_rows(rows, divisor, total=total, to=to)
@@ -271,8 +295,15 @@ def mean_rows(
     _check_rows(device, numel, total)
     addresses = array("q", [row.data_ptr() for row in (*rows, *to)])
     _launch(
-        *(triton_programs.mean_of_rows, _tiles(numel), device),
-        *(_table(addresses.tobytes(), device), len(rows), len(to), float(divisor), numel, total),
+        triton_programs.mean_of_rows,
+        _tiles(numel),
+        device,
+        _table(addresses.tobytes(), device),
+        len(rows),
+        len(to),
+        float(divisor),
+        numel,
+        total,
         FORMAT=NARROW[rows[0].dtype],
         WRITTEN=NARROW[to[0].dtype] if to else 0,
         ALIGNED=_aligned(addresses),
@@ -299,11 +330,17 @@ def merge(values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = Fa
     _check_rows(device, values.numel, row)
     how = triton_programs.COPY if pull == 1 else triton_programs.PULL
     _launch(
-        *(triton_programs.merge_row, _tiles(values.numel), device),
-        *(_tensor_table(values, device), len(values.kinds), row, float(pull), values.numel),
+        triton_programs.merge_row,
+        _tiles(values.numel),
+        device,
+        _tensor_table(values, device),
+        len(values.kinds),
+        row,
+        float(pull),
+        values.numel,
         HOW=(triton_programs.ADD if add else how).value,
     )
-    # Autograd refuses a backward through values that were written to since, as after torch's.
+    # So that autograd raises for a backward through the old values, as after torch's operations.
     torch.autograd.graph.increment_version(values.tensors)
 
 
@@ -311,10 +348,10 @@ def merge(values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = Fa
 
 
 def check(device: torch.device) -> None:
-    """Encode a few numbers on a device and compare their bytes with those of torch.
+    """Raise unless these kernels run on a device and give the bits of torch.
 
     Raises:
-        KernelError: Triton interprets, cannot compile here, or gives other bits.
+        KernelError: Triton interprets kernels, cannot compile here, or gives other bits.
     """
     if interpreted():
         raise KernelError("Triton interprets its kernels; unset TRITON_INTERPRET")
@@ -323,7 +360,7 @@ def check(device: torch.device) -> None:
     try:
         differing = compare(device)
     except Exception as error:
-        raise KernelError(f"Triton's kernels do not run here: {told(error)}") from error
+        raise KernelError(f"Triton's kernels do not run here: {summarize(error)}") from error
     if differing:
         raise KernelError(f"Triton's kernels and torch differ here: {', '.join(differing)}")
 
@@ -343,8 +380,8 @@ def compare(device: torch.device) -> list[str]:
     names = ("payload", "rounding", "first")
     differing = [
         name
-        for name, mine, theirs in zip(names, *results, strict=False)
-        if not torch.equal(mine, theirs)
+        for name, ours, reference in zip(names, *results, strict=False)
+        if not torch.equal(ours, reference)
     ]
-    mine, theirs = (float(result[-1]) for result in results)
-    return differing + ["distance"] * (abs(mine - theirs) > 1e-12 * theirs)
+    ours, reference = (float(result[-1]) for result in results)
+    return differing + ["distance"] * (abs(ours - reference) > 1e-12 * reference)

@@ -1,7 +1,7 @@
 """Triton kernels of an exchange; `daso.kernels.triton_kernels` launches them.
 
-A row that is not given is None, and compiled away. Each kernel branches on whether its tile is
-full: only then can its threads move 16 bytes at once.
+A missing row is None, and compiled away. Each kernel branches on whether its tile is full, because
+only then can its threads move 16 bytes at once.
 """
 
 import triton
@@ -13,8 +13,8 @@ from daso.kernels.triton_codecs import (
     TILE,
     collect,
     decode_tile,
-    encode_kept,
     encode_tile,
+    encode_with_errors,
     format_of,
     locate,
     magnitude,
@@ -31,20 +31,8 @@ from daso.kernels.triton_codecs import (
     write_format,
 )
 
-__all__ = [
-    "ADD",
-    "COPY",
-    "EVEN",
-    "PULL",
-    "accept_row",
-    "encode_row",
-    "mean_of_rows",
-    "merge_row",
-    "reduce_row",
-]
-
 COPY, ADD, PULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-EVEN = tl.constexpr(16)  # numbers or bytes: where tiles begin at multiples, addresses are aligned
+EVEN = tl.constexpr(16)  # numbers or bytes: tiles that start at multiples are aligned
 
 
 @triton.jit
@@ -54,8 +42,8 @@ def _encode_values(
 ):  # fmt: skip
     mask = at < count
     if GRADIENTS:
-        kept = read(residual + place, at, mask, WHOLE)
-        lost = encode_kept(values, kept, payload, at, count, FORMAT, True, WHOLE)
+        errors = read(residual + place, at, mask, WHOLE)
+        lost = encode_with_errors(values, errors, payload, at, count, FORMAT, True, WHOLE)
         write(residual + place, at, lost, mask, WHOLE)
     else:
         if reference is not None:
@@ -119,8 +107,10 @@ def _reduce_values(
         write(row + place, at, mean, mask, WHOLE)
     if payload is not None:
         if carry is not None:
-            kept = read(carry + place, at, mask, WHOLE)
-            lost = encode_kept(mean, kept, payload + byte, at, count, FORMAT, GRADIENTS, WHOLE)
+            errors = read(carry + place, at, mask, WHOLE)
+            lost = encode_with_errors(
+                mean, errors, payload + byte, at, count, FORMAT, GRADIENTS, WHOLE
+            )
             write(carry + place, at, lost, mask, WHOLE)
         else:
             encode_tile(mean, payload + byte, at, count, FORMAT, WHOLE)
@@ -131,7 +121,7 @@ def reduce_row(
     versions, number, total, numel, payload, row, carry,
     FORMAT: tl.constexpr, GRADIENTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Average a tile of payloads; ``versions``: as of `mean_tile`."""
+    """Average a tile of payloads; ``versions``: as in `mean_tile`."""
     place = tl.program_id(0).to(tl.int64) * TILE
     count = tl.minimum(numel - place, TILE).to(tl.int32)
     byte, at = offset(place, FORMAT), places(FORMAT)
@@ -160,7 +150,7 @@ def _accept_values(
     moved = before + mean
     tl.store(sums, squares(apart))
     tl.store(sums + 2, squares(mean))
-    tl.debug_barrier()  # payloads may lie in the memory of `shown`
+    tl.debug_barrier()  # payloads may share the memory of `shown`
     if negated is not None:
         tl.store(sums + 1, 0.0)
         write(negated + place, at, -mean, mask, WHOLE)

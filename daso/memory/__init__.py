@@ -1,9 +1,9 @@
-"""Bigger models in the memory there is.
+"""Memory plans: train larger models within a budget, or in one preplanned arena.
 
-`plan` decides from one watched step what of a model's activations is kept, goes to a second memory
-and comes back, or is computed once more; `apply` carries that out around a training loop, bit for
-bit as without. A `CapturedStep` is a whole training step of fixed structure that runs in one piece
-of memory, planned in advance.
+`plan` observes a step and decides which activations of a model are kept, swapped to a second memory
+or recomputed; `apply` follows the plan in a training loop, with bitwise equal results. A
+`CapturedStep` is a whole training step of fixed structure that runs in one arena of memory, planned
+in advance.
 """
 
 from typing import TYPE_CHECKING

@@ -1,427 +1,301 @@
-"""A plan carried out: one pass through a model, forward and backward."""
+"""Runs one forward and backward pass of a model under a memory plan."""
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from daso.memory.activation_trace import ActivationTrace, Closure
-from daso.memory.observe import bytes_of, counts, has_storage, tensors_in
-from daso.memory.planner import KEEP, RECOMPUTE, SWAP, Part, Plan, decision
-from daso.memory.profile import View
-from daso.memory.recompute import RecomputeSegment
-from daso.memory.tiers import Copying, Tier
-from daso.plan.layout import aligned
-
-__all__ = ["Follower", "Pass", "PlanMetrics", "Steps"]
+from daso.memory.away import is_movable
+from daso.memory.course import BOTH, KEEP, RECOMPUTE, SWAP
+from daso.memory.planner import Plan
+from daso.memory.profile import StepTrace
+from daso.memory.recompute import (
+    CHANGED,
+    ChangedBuffers,
+    Modules,
+    Rewound,
+    buffer_names,
+    call_checkpointed,
+)
+from daso.memory.storages import View, bytes_of
+from daso.memory.tiers import PendingCopy, Tier
+from daso.memory.units import Call, Segment
+from daso.torch_private import storage_key, version_of
 
 
 @dataclass(slots=True)
 class PlanMetrics:
-    """What passes did so far.
+    """Counts of the passes that followed a plan.
 
     Args:
-        passes: How many there were.
-        strayed: Passes in which the model did not do what was planned for, or had more to save.
-        swapped_bytes: To the second memory.
-        made_again: Tails.
-        resident_bytes: Of all that was saved and goes some way, now.
-        most_resident_bytes: At most.
+        passes: Number of forwards.
+        diverged: Passes whose units or saved tensors differed from the plan.
+        swapped_bytes: Bytes copied to the second memory.
+        recomputed: Number of recomputed units.
     """
 
     passes: int = 0
-    strayed: int = 0
+    diverged: int = 0
     swapped_bytes: int = 0
-    made_again: int = 0
-    resident_bytes: int = 0
-    most_resident_bytes: int = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count bytes that came, or went."""
-        self.resident_bytes += nbytes
-        self.most_resident_bytes = max(self.most_resident_bytes, self.resident_bytes)
+    recomputed: int = 0
 
 
-class Steps:
-    """What a plan says, by what it is asked for.
+class PlanIndex:
+    """Lookup tables of a plan, by position and unit."""
 
-    Args:
-        script: The model's.
-        plan: For its units.
-    """
+    def __init__(self, model: torch.nn.Module, trace: StepTrace, plan: Plan) -> None:
+        self.trace, self.plan = trace, plan
+        self.modules = {segment: segment.modules(model) for segment in trace.calls}
+        self.count = len(trace.names)
+        self.swaps = any(way in (SWAP, BOTH) for way in plan.ways)
+        self.has_effect = any(way != KEEP for way in plan.ways)
 
-    def __init__(self, script: ActivationTrace, plan: Plan) -> None:
-        self.script, self.plan, self.count = script, plan, len(script.units)
-        self.decisions = {
-            one: decision(plan.ways[unit], name) for one, (unit, name) in script.groups.items()
-        }
-        self.parts = {one: Part(*group) for one, group in script.groups.items()}
-        self.swapped = defaultdict[Part, list[int]](list)  # storages
-        swapped = [one for one, way in self.decisions.items() if way == SWAP]
-        for one in swapped:
-            self.swapped[self.parts[one]].append(one)
-        spans = aligned([script.nbytes[one] for one in swapped])
-        self.at = {one: span.start for one, span in zip(swapped, spans, strict=True)}
-        self.slab_bytes = spans[-1].stop if spans else 0  # in the second memory, of a pass
-        self.sends = defaultdict[int, list[Part]](list)  # after whose forward
-        for part in self.swapped:
-            self.sends[getattr(script.units[part.unit], part.name).leaves].append(part)
-        self.closures = {
-            unit: closure
-            for unit, closure in script.closures.items()
-            if decision(plan.ways[unit], "tail") == RECOMPUTE
-        }
-        self.noted = _users(self.closures, lambda closure: closure.ops)  # units, by operation
-        self.anchors = _users(self.closures, lambda closure: closure.anchors)  # by storage
+    def way(self, position: int) -> str:
+        """Return the way of a position; keep if it saves no movable storage."""
+        moves = max(self.trace.packs[position], default=-1) >= 0
+        return self.plan.ways[self.trace.units[position]] if moves else KEEP
+
+
+class SavedStorage:
+    """A saved storage, in the device's or in the second memory."""
+
+    def __init__(self, tensor: torch.Tensor, owner: "Pass", leaves: int) -> None:
+        self.nbytes, self.leaves, self._owner = tensor.untyped_storage().nbytes(), leaves, owner
+        self.returns = -1  # the last unit that saves it
+        self._base: torch.Tensor | None = tensor.detach()
+        self._version = version_of(tensor)
+        self._leaving: PendingCopy | None = None
+        self._coming: PendingCopy | None = None
+        self._reading: PendingCopy | None = None  # a copy out that could not be cancelled
+        self._at = -1  # offset in the second memory
 
     @property
-    def follows(self) -> bool:
-        """Whether anything goes."""
-        return any(way != KEEP for way in self.decisions.values())
+    def is_in_memory(self) -> bool:
+        """True until its memory is freed by a copy out."""
+        return self._base is not None
 
-
-def _users(
-    closures: Mapping[int, Closure], of: Callable[[Closure], Iterable[int]]
-) -> dict[int, list[int]]:
-    """Return the units whose closures have something, by that."""
-    found: dict[int, list[int]] = {}
-    for unit, closure in closures.items():
-        for one in of(closure):
-            found.setdefault(one, []).append(unit)
-    return found
-
-
-class SavedTensor:
-    """A saved storage, wherever it is.
-
-    Args:
-        number: Of the storage.
-        nbytes: Its size.
-        owner: The pass.
-        tail: What makes it again; None: it is kept, or goes to the second memory.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_away",
-        "_base",
-        "_coming",
-        "_leaving",
-        "_owner",
-        "_tail",
-        "_version",
-        "nbytes",
-        "number",
-    )
-
-    def __init__(
-        self, number: int, nbytes: int, owner: "Pass", tail: RecomputeSegment | None
-    ) -> None:
-        self.number, self.nbytes, self._owner, self._tail = number, nbytes, owner, tail
-        self._base: torch.Tensor | None = None
-        self._leaving: Copying | None = None
-        self._coming: Copying | None = None
-        self._away = False
-        self._version = 0
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Take a tensor that lies in it: it is there."""
-        self._owner.counts.add(self.nbytes)
-        self._base = tensor.detach()
-        self._version = self._base._version
+    def is_in(self, key: int) -> bool:
+        """Return whether its memory is still that of a storage: a new storage may reuse a key."""
+        return self._base is not None and storage_key(self._base.untyped_storage()) == key
 
     def send(self) -> None:
-        """Begin to copy it to the second memory."""
+        """Start the copy to the second memory."""
         assert self._base is not None
-        self._leaving = self._owner.tier.out(bytes_of(self._base), self._owner.at(self.number))
-        self._owner.copies[self.number] = self._leaving
+        tier = self._owner.tier
+        self._at = tier.lease(self.nbytes)
+        self._leaving = tier.out(bytes_of(self._base), self._at)
         self._owner.counts.swapped_bytes += self.nbytes
 
     def leave(self) -> None:
-        """Go, when the copy to the second memory has ended; blocks until then."""
+        """Free its memory after the copy out; blocks until that has ended."""
         if self._leaving is None:
             return
         self._leaving.wait()
         self._check()
-        self._base, self._leaving, self._away = None, None, True
-        self._owner.counts.add(-self.nbytes)
+        self._base, self._leaving = None, None
 
     def _check(self) -> None:
-        if self._base is not None and self._base._version != self._version:
+        if self._base is not None and version_of(self._base) != self._version:
             raise RuntimeError(CHANGED.format(self.nbytes))
 
     def come(self) -> None:
-        """Begin to copy it back, unless it has not left."""
-        self._stay()
-        if self._away:
-            self._away = False
-            row = torch.empty(self.nbytes, dtype=torch.uint8, device=self._owner.device)
-            self.fill(row)
-            self._coming = self._owner.tier.back(row, self._owner.at(self.number))
+        """Start the copy back, unless its memory was not freed."""
+        self._cancel_leaving()
+        if self._base is None:
+            self._base = torch.empty(self.nbytes, dtype=torch.uint8, device=self._owner.device)
+            self._coming = self._owner.tier.back(self._base, self._at)
 
-    def _stay(self) -> None:
-        if self._leaving is not None:
-            self._leaving.drop()
-            self._leaving = None
+    def _cancel_leaving(self) -> None:
+        if self._leaving is not None and not self._leaving.drop():
+            self._reading = self._leaving
+        self._leaving = None
 
     def content(self) -> torch.Tensor:
-        """Return a tensor that lies in it; blocks until it is there."""
-        if self._base is None and self._tail is not None:
-            self._owner.counts.made_again += 1
-            self._tail.make()
+        """Return a tensor in its storage; blocks until the copy back has ended."""
         self.come()
+        assert self._base is not None
         if self._coming is not None:
             self._coming.wait()
             self._coming = None
-            assert self._base is not None
-            self._version = self._base._version  # the copy itself changed it
+            self._version = version_of(self._base)  # the copy itself changed it
         self._check()
-        assert self._base is not None
         return self._base
 
     def __del__(self) -> None:
-        self._stay()
-        if self._base is not None:
-            self._owner.counts.add(-self.nbytes)
+        self._cancel_leaving()
+        if self._reading is not None:
+            self._reading.wait()  # the copy holds its memory
+        if self._at >= 0:
+            self._owner.tier.release(self._at, self.nbytes)
 
 
-CHANGED = (
-    "what autograd saved must not change before backward, but a tensor of {:,} bytes was modified "
-    "by an inplace operation; change a copy of it"
-)
-
-
-class Kept(NamedTuple):
-    """What autograd keeps of a tensor that stays as it is."""
+class SavedTensor(NamedTuple):
+    """Stands for a tensor that stays in memory, in autograd's graph."""
 
     tensor: torch.Tensor
     version: int
 
 
-class Handle(NamedTuple):
-    """What autograd keeps of a tensor."""
+class SavedView(NamedTuple):
+    """Stands for a tensor whose storage has a decision, in autograd's graph."""
 
-    held: SavedTensor
+    held: SavedStorage
     view: View
     user: int  # unit whose backward reads it
 
 
-class _Storages:
-    """Which storage of a plan a tensor of this pass lies in.
-
-    Args:
-        script: The plan's.
-    """
-
-    def __init__(self, script: ActivationTrace) -> None:
-        self._script = script
-        self._numbers: dict[int, int] = {}  # by address
-        self._outside: set[int] = set()  # that were met
-
-    def is_number(self, tensor: torch.Tensor, number: int) -> bool:
-        """Return whether a tensor lies in the storage that the plan means."""
-        if not has_storage(tensor):
-            return False
-        address = tensor.untyped_storage()._cdata
-        if number in self._script.outside and number not in self._outside:
-            self._outside.add(number)
-            self._numbers[address] = number
-        return self._numbers.get(address) == number
-
-    def reads(self, tensors: list[torch.Tensor], number: int) -> bool:
-        """Return whether an operation reads what the plan means."""
-        expected = self._script.reads[number]
-        return len(tensors) == len(expected) and all(map(self.is_number, tensors, expected))
-
-    def made(self, tensors: list[torch.Tensor], number: int) -> bool:
-        """Take what an operation made; return whether it is as much as the plan means."""
-        expected = self._script.makes[number]
-        for tensor, one in zip(tensors, expected, strict=False):
-            self._numbers[tensor.untyped_storage()._cdata] = one
-        return len(tensors) == len(expected)
-
-
 class Pass:
-    """One pass through a model.
+    """Pass through a model: forward, and backward of the units it reaches."""
 
-    Args:
-        steps: What to do when.
-        tier: The second memory.
-        counts: What passes did so far.
-        device: Where the model is.
-    """
+    def __init__(
+        self, index: PlanIndex, tier: Tier, counts: PlanMetrics, device: torch.device
+    ) -> None:
+        self.index, self.tier, self.counts, self.device = index, tier, counts, device
+        self.diverged = False
+        self._position, self._way = 0, index.way(0)
+        self._expected = index.trace.packs[0]
+        self._packed = 0  # in this position
+        self._is_lost = False  # a unit was called that is not next in the plan
+        self._inside = False  # a unit's forward is under way
+        self._saves_inputs = False  # in a recomputed unit, where only inputs are saved
+        self._unit = -1  # whose forward runs
+        self._back = index.count  # whose backward runs
+        self._held = weakref.WeakValueDictionary[tuple[int, int], SavedStorage]()
+        self._swapped = defaultdict[int, list[weakref.ref[SavedStorage]]](list)  # by unit
+        self._begin(0)
 
-    def __init__(self, steps: Steps, tier: Tier, counts: PlanMetrics, device: torch.device) -> None:
-        self.steps, self.tier, self.counts, self.device = steps, tier, counts, device
-        self.held: weakref.WeakValueDictionary[int, SavedTensor] = weakref.WeakValueDictionary()
-        self._tails = {unit: RecomputeSegment(closure) for unit, closure in steps.closures.items()}
-        self.unit = -1  # whose forward it is
-        self.back = steps.count  # whose backward it is
-        self.strayed = self.beyond = False
-        self._saved = 0
-        self.storages = _Storages(steps.script)
-        self._swapped: dict[Part, list[weakref.ref[SavedTensor]]] = {}
-        self.copies: dict[int, Copying] = {}  # to the second memory, by storage
-        self._lease = tier.lease(steps.slab_bytes) if steps.slab_bytes else 0
-        if steps.slab_bytes:
-            weakref.finalize(self, tier.release, self._lease, steps.slab_bytes)
-
-    def at(self, number: int) -> int:
-        """Return where a storage lies in the second memory."""
-        return self._lease + self.steps.at[number]
+    def hooks(self) -> AbstractContextManager[object]:
+        """Return the context of the model's forward."""
+        if not self.index.swaps:  # saved tensors stay in memory, or are recomputed
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     # --- forward ----------------------------------------------------------------------------------
 
-    def begin(self, unit: int) -> None:
-        """Begin the forward of a unit: what has to go begins to, what must have gone has."""
-        for before in range(self.unit, unit):
-            self._send(before)
-        self.unit = unit
-        self._leave(self.steps.plan.course.waits[unit])
+    def unit(
+        self, segment: Segment, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a unit's forward; a unit inside another one belongs to the outer one."""
+        if self._inside or not self._enter(segment):
+            return call(*args, **kwargs)
+        position, self._inside = self._position, True
+        try:
+            if self._way not in (RECOMPUTE, BOTH) or not torch.is_grad_enabled():
+                return call(*args, **kwargs)
+            self._expected, self._saves_inputs = self.index.trace.inputs[position], True
+            # All buffers: in another mode a module may change more buffers than in planning.
+            modules = self.index.modules[segment]
+            rewound = _CountedRewind(modules, buffer_names(modules), self, self._unit)
+            return call_checkpointed(call, args, kwargs, rewound)
+        finally:
+            self._inside = self._saves_inputs = False
+            self._go_to(position + 1)
+
+    def _enter(self, segment: Segment) -> bool:
+        """Move to the position of a unit's call; return whether the plan has it."""
+        calls, following = self.index.trace.calls, (self._position + 1) // 2
+        if segment not in calls[following:]:
+            self.diverge()
+            self._is_lost = True
+            return False
+        self._go_to(2 * calls.index(segment, following) + 1)  # the units between were not called
+        return True
+
+    def _go_to(self, position: int) -> None:
+        self._position, self._packed = position, 0
+        self._way, self._expected = self.index.way(position), self.index.trace.packs[position]
+        self._begin(self.index.trace.units[position])
+
+    def _begin(self, unit: int) -> None:
+        """Begin the forward of a unit: start and finish the copies out that are due."""
+        for before in range(self._unit, unit):
+            for held in self._swapped_by(before):
+                held.send()
+            self._leave(before + 1)
+        self._unit = max(self._unit, unit)
 
     def end(self) -> None:
         """End forward."""
-        for unit in range(self.unit, self.steps.count):
-            self._send(unit)
-        if not self.strayed and self._saved != len(self.steps.script.packs):
-            self.diverge()
-        self._tails.clear()  # they belong to what is made of them
+        self._begin(self.index.count - 1)
 
-    def drop(self) -> None:
-        """Forget about forward, which failed."""
-        self._tails.clear()
+    def _leave(self, moment: int) -> None:
+        """Wait for the copies out that must have ended before a moment."""
+        for part in self.index.plan.simulated.waits[moment]:
+            for held in self._swapped_by(part.owner):
+                if (held.returns, held.leaves) == (part.returns, part.leaves):
+                    held.leave()
 
-    def _send(self, unit: int) -> None:
-        for part in self.steps.sends.get(unit, ()):
-            for held in self._those(part):
-                held.send()
-
-    def _leave(self, parts: tuple[Part, ...]) -> None:
-        for part in parts:
-            for held in self._those(part):
-                held.leave()
-            for number in self.steps.swapped[part]:  # of what nobody needs any more, too
-                if number in self.copies:
-                    self.copies.pop(number).wait()
-
-    def _those(self, part: Part) -> list[SavedTensor]:
-        """Return what is still needed of what goes to the second memory together."""
-        some = (reference() for reference in self._swapped.get(part, ()))
+    def _swapped_by(self, unit: int) -> list[SavedStorage]:
+        """Return the living swapped storages that a unit was the first to save."""
+        some = (reference() for reference in self._swapped.get(unit, ()))
         return [held for held in some if held is not None]
 
     def diverge(self) -> None:
-        """Leave the plan: what is saved from here on stays."""
-        if not self.strayed:
-            with _disable_current_modes():
-                for tail in self._tails.values():
-                    tail.make_early()
-        self.strayed = True
-        self._count_as_strayed()
-
-    def _count_as_strayed(self) -> None:
-        self.counts.strayed += not self.beyond
-        self.beyond = True
+        """Record that the model runs other operations than planned."""
+        self.counts.diverged += not self.diverged
+        self.diverged = True
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Take what autograd saves."""
-        script, index = self.steps.script, self._saved
-        self._saved += 1
-        number = -1 if self.strayed or index >= len(script.packs) else script.packs[index]
-        if number >= 0 and not self.storages.is_number(tensor, number):
+        """Saved-tensor hook: return the object that autograd keeps for a tensor."""
+        if self._saves_inputs and not tensor.numel():  # saved by some versions of checkpoint
+            return SavedTensor(tensor.detach(), version_of(tensor))
+        place = self._packed
+        self._packed += 1
+        if place >= len(self._expected):
             self.diverge()
-            number = -1
-        with _disable_current_modes():  # what is done here is not the model's
-            if number < 0:  # stays as it is; itself would hold its own history
-                return Kept(tensor.detach(), tensor._version)
-            held = self.held.get(number)
-            if held is None:
-                held = self._hold(number, tensor)
-        return Handle(held, View.of(tensor), script.users[index])
+        elif not self._is_lost and self._expected[place] >= 0 and is_movable(tensor, self.device):
+            return SavedView(self._hold(tensor, self._expected[place]), View.of(tensor), self._unit)
+        return SavedTensor(tensor.detach(), version_of(tensor))  # itself would hold its history
 
-    def _hold(self, number: int, tensor: torch.Tensor) -> SavedTensor:
-        part, way = self.steps.parts[number], self.steps.decisions[number]
-        nbytes = tensor.untyped_storage().nbytes()
-        larger = nbytes > self.steps.script.nbytes[number]
-        if larger:
-            self._count_as_strayed()
-        tail = self._tails[part.unit] if way == RECOMPUTE else None
-        self.held[number] = held = SavedTensor(number, nbytes, self, tail)
-        if tail is not None:
-            tail.items[number] = held
-            return held
-        held.fill(tensor)
-        for unit in self.steps.anchors.get(number, ()):
-            self._tails[unit].anchor(number, held)
-        if way == SWAP and not larger:
-            self._swapped.setdefault(part, []).append(weakref.ref(held))
+    def _hold(self, tensor: torch.Tensor, leaves: int) -> SavedStorage:
+        key = storage_key(tensor.untyped_storage()), version_of(tensor)
+        held = self._held.get(key)
+        if held is None or not held.is_in(key[0]):
+            held = self._held[key] = SavedStorage(tensor, self, leaves)
+            if self._way in (SWAP, BOTH):
+                self._swapped[self._unit].append(weakref.ref(held))
+        held.returns = self._unit
         return held
-
-    def take(self, number: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation; note it where it may run again."""
-        script = self.steps.script
-        tails = [self._tails[unit] for unit in self.steps.noted.get(number, ())]
-        taken = [tail.take(number, func, args, kwargs, script.reads[number]) for tail in tails]
-        found = func(*args, **kwargs)
-        for tail, one in zip(tails, taken, strict=True):
-            tail.note(one, found, script.makes[number])
-        return found
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def unpack(self, saved: Handle | Kept) -> torch.Tensor:
-        """Give autograd what it saved; blocks until it is there."""
-        if isinstance(saved, Kept):
-            if saved.tensor._version != saved.version:
+    def unpack(self, saved: SavedView | SavedTensor) -> torch.Tensor:
+        """Saved-tensor hook: return the tensor; blocks until it is in memory."""
+        if isinstance(saved, SavedTensor):
+            if version_of(saved.tensor) != saved.version:
                 raise RuntimeError(CHANGED.format(saved.tensor.nbytes))
             return saved.tensor
-        for unit in range(self.back - 1, saved.user - 1, -1):
-            self._moment(unit)
-        self.back = min(self.back, saved.user)
+        self.come_to(saved.user)
         return saved.view.on(saved.held.content())
 
-    def _moment(self, unit: int) -> None:
-        """Begin the backward of a unit."""
-        course, moment = self.steps.plan.course, 2 * self.steps.count - 1 - unit
-        self._leave(course.waits[moment])
-        for part in course.fetches[moment]:
-            for held in self._those(part):
-                held.come()
+    def come_to(self, user: int) -> None:
+        """Begin the backward of a unit, and of later units that were skipped."""
+        for unit in range(self._back - 1, user - 1, -1):
+            self._begin_backward(unit)
+        self._back = min(self._back, user)
+
+    def _begin_backward(self, unit: int) -> None:
+        """Begin the backward of one unit: finish copies out, start copies back."""
+        moment = 2 * self.index.count - 1 - unit
+        self._leave(moment)
+        for part in self.index.plan.simulated.fetches[moment]:
+            for held in self._swapped_by(part.owner):
+                if (held.returns, held.leaves) == (part.returns, part.leaves):
+                    held.come()
 
 
-class Follower(TorchDispatchMode):
-    """Goes with a model's forward, operation by operation.
+class _CountedRewind(Rewound):
+    """A context that counts the recomputation of a unit in its pass."""
 
-    Args:
-        one: The pass.
-    """
+    def __init__(self, modules: Modules, buffers: ChangedBuffers, owner: Pass, unit: int) -> None:
+        super().__init__(modules, buffers)
+        self._owner, self._unit = owner, unit
 
-    def __init__(self, one: Pass) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._pass, self._steps = one, one.steps
-        self._next = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Carry an operation out; note it where it may run again."""
-        kwargs = kwargs or {}
-        if self._pass.strayed or not counts(func, args):
-            return func(*args, **kwargs)
-        number, script = self._next, self._steps.script
-        self._next += 1
-        if number >= len(script.funcs) or script.funcs[number] is not func:
-            self._pass.diverge()
-            return func(*args, **kwargs)
-        if not self._pass.storages.reads(tensors_in((args, kwargs)), number):
-            self._pass.diverge()
-            return func(*args, **kwargs)
-        if number in script.begins:
-            self._pass.begin(script.begins[number])
-        found = self._pass.take(number, func, args, kwargs)
-        if not self._pass.storages.made(tensors_in(found), number):
-            self._pass.diverge()
-        return found
+    def __enter__(self) -> None:
+        self._owner.counts.recomputed += 1
+        self._owner.come_to(self._unit)
+        super().__enter__()

@@ -1,241 +1,235 @@
-"""One iteration, watched: what a model saves for backward, and what that costs to make."""
+"""Profile of a step, from observing it: units, their saved storages, times and bytes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from daso.errors import ConfigError
-from daso.memory.activation_trace import Iteration, Pack, is_heavy
-from daso.memory.observe import Observer, bytes_of, has_storage, tensors_in
+from daso.memory.course import BOTH, SWAP, Group, StepProfile, Unit, residents
+from daso.memory.meter import open_meter
+from daso.memory.observe import Loss, StepObserver, restored
+from daso.memory.probes import choose_segments, recomputable
+from daso.memory.recompute import ChangedBuffers
+from daso.memory.storages import tensors_in
 from daso.memory.tiers import Tier
+from daso.memory.units import Segment, named_segments
 
-__all__ = ["Loss", "View", "default_loss", "profile", "unchanged"]
-
-Loss = Callable[[Any], torch.Tensor]
-
-
-class View(NamedTuple):
-    """How a tensor lies in its storage."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "View":
-        """Return a tensor's."""
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-    def on(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that lies so in the storage of another one."""
-        found = torch.empty(0, dtype=self.dtype, device=tensor.device)
-        return found.set_(tensor.untyped_storage(), self.offset, self.size, self.stride)
+LOSS = "(loss)"  # name of the last unit
 
 
-class _Saved(NamedTuple):
-    """What autograd keeps while an iteration is watched."""
-
-    number: int  # among what was saved
-    view: View
-    at: int  # in the second memory
-    nbytes: int
-
-
-class _Watch:
-    """Watches one iteration, whose saved storages lie in the second memory meanwhile.
-
-    So it is seen when the model itself does not hold them any more, and what does not fit plainly
-    can be watched.
+@dataclass(frozen=True)
+class StepTrace:
+    """The calls of units and the saved tensors of one forward, by position.
 
     Args:
-        model: The model.
-        tier: A second memory.
-        least: Storages of fewer bytes stay.
-        inside: Names of modules that are units.
+        calls: Units in the order of their calls: positions 1, 3, 5 and so on.
+        units: Number of the profile's unit, by position.
+        packs: For each saved tensor of a position, the unit after whose forward the model releases
+            it; -1: it is not moved.
+        inputs: The same for each input of a call.
+        buffers: Units that can be recomputed, and the buffers that they change.
+        names: Names of the profile's units.
+        batch_bytes: Bytes of the batch.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, tier: Tier, least: int, inside: Sequence[str]
-    ) -> None:
-        self.model, self.tier, self.least, self.inside = model, tier, least, inside
-        self.device = next(model.parameters()).device
-        self.observer = Observer(self.before)
-        self.packs: list[Pack] = []
-        self.bounds, self.moments = [0], dict[int, int]()
-        self.there: dict[int, int] = {}  # where storages lie in the second memory
-        self.forward = True
-        self.seen: Iteration | None = None
-        self.unit = 0  # whose backward it is
-
-    def before(self, number: int, func: Any) -> None:
-        """Begin a unit with an operation that costs much."""
-        if self.forward and not self.inside and number and is_heavy(func):
-            self.bound(number)
-
-    def bound(self, number: int) -> None:
-        """Begin a unit."""
-        if self.forward and number > self.bounds[-1]:
-            self.bounds.append(number)
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Take what is saved."""
-        if not self._may_go(tensor):
-            self.packs.append(Pack(-1, self.observer.next))  # stays as it is
-            with _disable_current_modes():
-                return tensor.detach()  # itself would hold its own history
-        with _disable_current_modes():
-            number = self.observer.number(tensor)
-            last = self.observer.next - 1
-            op = self.observer.ops[last] if last >= 0 else None
-            by_last = op is not None and number in (*op.makes, *op.writes)
-            order = len(self.packs)
-            self.packs.append(Pack(number, last if by_last else last + 1, by_last))
-            seen = self.observer.memory.seen[number]
-            if seen.born < 0 or seen.nbytes < self.least:
-                return tensor.detach()
-            if number not in self.there:
-                self.there[number] = self.tier.lease(seen.nbytes)
-                self.tier.out(bytes_of(tensor.detach()), self.there[number]).wait()
-            return _Saved(order, View.of(tensor), self.there[number], seen.nbytes)
-
-    def _may_go(self, tensor: torch.Tensor) -> bool:
-        odd = not has_storage(tensor) or tensor.is_conj() or tensor.is_neg()
-        return not odd and tensor.device == self.device
-
-    def unpack(self, saved: Any) -> torch.Tensor:
-        """Give it back."""
-        if not isinstance(saved, _Saved):
-            found: torch.Tensor = saved
-            return found
-        with _disable_current_modes():
-            pack = self.packs[saved.number]
-            if self.seen is not None:
-                unit = self.seen.unit(pack.op)
-                for number in range(self.unit - 1, unit - 1, -1):
-                    self.moments[number] = self.observer.next
-                self.unit = min(self.unit, unit)
-            row = torch.empty(saved.nbytes, dtype=torch.uint8, device=self.device)
-            self.tier.back(row, saved.at).wait()
-            return saved.view.on(row)
-
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss) -> Iteration:
-        """Go through one iteration."""
-        params = [param for param in self.model.parameters() if param.requires_grad]
-        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        with self.observer, _units_of(self.model, self.inside, self):
-            with hooks:
-                output = self.model(*args, **kwargs)
-            self.forward = False
-            forward, value = self.observer.next, loss(output)
-            if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                raise ConfigError(f"loss must give one number, not {type(value).__name__}")
-            self.unit = len(self.bounds)
-            self.seen = Iteration(
-                self.observer,
-                self.packs,
-                forward,
-                self.observer.next,
-                self.moments,
-                self.bounds,
-                bool(self.inside),
-                set(),
-            )
-            grads = torch.autograd.grad(value, params, allow_unused=True)
-        for grad in grads:
-            if has_storage(grad):
-                self.seen.grads.add(self.observer.number(grad))
-        for number, at in self.there.items():
-            self.tier.release(at, self.observer.memory.seen[number].nbytes)
-        del output
-        return self.seen
+    calls: tuple[Segment, ...]
+    units: tuple[int, ...]
+    packs: tuple[tuple[int, ...], ...]
+    inputs: Mapping[int, tuple[int, ...]]
+    buffers: Mapping[Segment, ChangedBuffers]
+    names: tuple[str, ...]
+    batch_bytes: int
 
 
-@contextmanager
-def _units_of(model: torch.nn.Module, inside: Sequence[str], watch: _Watch) -> Iterator[None]:
-    """Begin and end a unit with each module that is one."""
-    modules = dict(model.named_modules())
-    hooks: list[Any] = []
-    try:
-        for name in inside:
-            if name not in modules:
-                raise ConfigError(
-                    f"units must be names of the model's modules, and {name!r} is not; "
-                    "model.named_modules() lists them"
-                )
-            hooks.append(
-                modules[name].register_forward_pre_hook(
-                    lambda *_: watch.bound(watch.observer.next), prepend=True
-                )
-            )
-            hooks.append(
-                modules[name].register_forward_hook(lambda *_: watch.bound(watch.observer.next))
-            )
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def unchanged(model: torch.nn.Module, batch: object = ()) -> Iterator[None]:
-    """Leave a model's buffers, a batch and torch's random number generators as they were."""
-    given = [(one, one._version, one.detach().clone()) for one in tensors_in(batch)]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    devices = {param.device for param in model.parameters() if param.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer  # forward may have put another one there
-                buffer.copy_(before)
-            for tensor, version, before in given:
-                if tensor._version != version:  # forward works on it in place
-                    tensor.copy_(before)
-
-
-def profile(
+def profiled(
     model: torch.nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     loss: Loss,
     tier: Tier,
-    *,
-    least: int,
-    inside: Sequence[str] = (),
-) -> Iteration:
-    """Go through an iteration twice, and return what was seen the second time.
+    names: Sequence[str] = (),
+) -> tuple[StepProfile, StepTrace]:
+    """Run two forwards and three steps; return the profile and its trace.
 
-    The model, its gradients and random numbers are afterwards what they were.
+    The model, its gradients and random numbers are restored.
     """
-    with torch.enable_grad(), unchanged(model, (args, kwargs)):
-        first = _Watch(model, tier, least, inside).run(args, kwargs, loss)
-    with torch.enable_grad(), unchanged(model, (args, kwargs)):
-        second = _Watch(model, tier, least, inside).run(args, kwargs, loss)
-    # Of backward the order may be another one: autocast keeps its casts.
-    forwards = [[op.func for op in one.ops[: one.loss]] for one in (first, second)]
-    if forwards[0] != forwards[1]:
+    batch, device = (args, kwargs), next(model.parameters()).device
+    segments = named_segments(model, names)
+    with torch.enable_grad():
+        if not segments:
+            with restored(model, batch):
+                segments = choose_segments(model, args, kwargs, tier)
+        with restored(model, batch):
+            buffers = recomputable(model, segments, args, kwargs, tier)
+        watched = StepObserver(model, segments, tier, open_meter(device))
+        with restored(model, batch):
+            watched.run(args, kwargs, loss)
+        buffers = {
+            segment: buffers[segment] for segment in watched.worthwhile() if segment in buffers
+        }
+        lean = StepObserver(model, segments, tier, open_meter(device), buffers)
+        timed = StepObserver(model, segments, tier, None, buffers)
+        for watch in (lean, timed):
+            with restored(model, batch):
+                watch.run(args, kwargs, loss)
+    if not watched.calls == lean.calls == timed.calls:
         raise ConfigError(
-            "memory can be planned of a model that does the same in every step, but this one did "
-            "something else the second time, with the same batch and the same random numbers"
+            "memory can be planned for a model that runs the same operations in every step, but "
+            "this one did not, with the same batch and the same random numbers"
         )
-    if first.observer.casts:  # which autocast may have kept for the second
-        second.observer.casts = first.observer.casts
-    return second
+    return _Profile(watched, lean, timed, buffers).make(
+        sum(tensor.nbytes for tensor in tensors_in(batch))
+    )
 
 
-def default_loss(output: Any) -> torch.Tensor:
-    """Return the sum of all that a model gives and that has a gradient."""
-    some = [one for one in tensors_in(output) if one.requires_grad]
-    if not some:
-        raise ConfigError("the model gives nothing that has a gradient; set loss=")
-    return torch.stack([one.sum().float() for one in some]).sum()
+class _Profile:
+    """Builds the profile from three observed steps."""
+
+    def __init__(
+        self,
+        watched: StepObserver,
+        lean: StepObserver,
+        timed: StepObserver,
+        buffers: Mapping[Segment, ChangedBuffers],
+    ) -> None:
+        self._watched, self._lean, self._timed, self._buffers = watched, lean, timed, buffers
+        self._count = watched.count
+        self._saves = [
+            {number for number in packs if self._moves(number)} for packs in watched.packs
+        ]
+        self._takes = {
+            at: {number for number in inputs if self._moves(number)}
+            for at, inputs in watched.inputs.items()
+        }
+        saving = [at for at in range(self._count) if self._saves[at]]
+        # A position that saves nothing belongs to the next unit.
+        self._units = [sum(1 for other in saving if other < at) for at in range(self._count)]
+        self._positions = saving
+        self._leaves: dict[int, int] = {}  # of storages that move
+        self._groups = self._grouped()
+
+    def _moves(self, number: int) -> bool:
+        """Return whether a storage can be moved: forward frees it unless it is saved."""
+        return number >= 0 and number in self._watched.freed_at
+
+    def _grouped(self) -> list[Group]:
+        """Group the storages by their users."""
+        saved, inputs = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+        for at, numbers in enumerate(self._saves):
+            for number in numbers:
+                saved[number].add(self._units[at])
+        for at, numbers in self._takes.items():
+            if self._recomputed_bytes(at):
+                for number in numbers:
+                    inputs[number].add(self._units[at])
+        sizes = defaultdict[Any, list[int]](list)
+        for number in sorted({*saved, *inputs}):
+            users = tuple(sorted(saved[number])), tuple(sorted(inputs[number]))
+            last = self._leaves[number] = max(
+                self._units[self._watched.freed_at[number]], *users[0], *users[1]
+            )
+            sizes[(last, *users)].append(self._watched.storages.nbytes[number])
+        return [Group(sum(some), len(some), *users) for users, some in sizes.items()]
+
+    def _recomputed_bytes(self, at: int) -> int:
+        """Return the bytes that a call of a unit could recompute."""
+        if at % 2 == 0 or not self._saves[at] or self._watched.calls[at // 2] not in self._buffers:
+            return 0
+        return self._watched.internal_bytes(at)
+
+    def _state_bytes(self, at: int) -> int:
+        """Return the bytes of random states and buffers that a recomputed call keeps."""
+        if not self._recomputed_bytes(at):
+            return 0
+        segment = self._watched.calls[at // 2]
+        modules = segment.modules(self._watched.model)
+        buffers = (modules[inside].get_buffer(name) for inside, name in self._buffers[segment])
+        return torch.get_rng_state().nbytes + sum(buffer.nbytes for buffer in buffers)
+
+    def make(self, batch_bytes: int) -> tuple[StepProfile, StepTrace]:
+        """Return the profile, and the trace by which a pass follows it."""
+        count = len(self._positions)
+        units = [
+            Unit(
+                self._seconds(dict(enumerate(self._timed.forward_seconds)), number),
+                self._seconds(self._timed.backward_seconds, number),
+                self._timed.recompute_seconds.get(at, 0.0),
+                self._recomputed_bytes(at),
+                state_bytes=self._state_bytes(at),
+            )
+            for number, at in enumerate(self._positions)
+        ]
+        # The loss with its backward: a pass has no hook between them.
+        units.append(Unit(self._timed.backward_seconds.get(self._count, 0.0), 0.0))
+        profile = StepProfile(tuple(self._with_bytes(units)), tuple(self._groups))
+        trace = StepTrace(
+            tuple(self._watched.calls),
+            (*self._units, count),
+            tuple(self._leaving(packs) for packs in self._watched.packs),
+            {at: self._leaving(inputs) for at, inputs in self._watched.inputs.items()},
+            self._buffers,
+            (*self._names(), LOSS),
+            batch_bytes,
+        )
+        return profile, trace
+
+    def _leaving(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._leaves.get(number, -1) for number in numbers)
+
+    def _seconds(self, by_position: Mapping[int, float], number: int) -> float:
+        return sum(
+            by_position.get(at, 0.0) for at in range(self._count) if self._units[at] == number
+        )
+
+    def _with_bytes(self, units: list[Unit]) -> list[Unit]:
+        """Return the units with their measured bytes, without those of groups."""
+        empty, count = StepProfile(tuple(units), tuple(self._groups)), len(units)
+        plain = self._without_groups(self._watched, residents(empty, (SWAP,) * count))
+        again = self._without_groups(self._lean, residents(empty, (BOTH,) * count))
+        return [
+            unit._replace(forward_bytes=a, backward_bytes=b, lean_bytes=c, recompute_bytes=d)
+            for unit, a, b, c, d in zip(units, *plain, *again, strict=True)
+        ]
+
+    def _without_groups(
+        self, watch: StepObserver, groups: tuple[list[int], list[int]]
+    ) -> tuple[list[int], list[int]]:
+        """Return the bytes of each unit's forward and backward, without those of groups."""
+        count = len(groups[0])
+        for group in self._groups:
+            if group.leaves not in (group.first, *group.saved):
+                groups[0][group.leaves] -= group.nbytes  # may be freed before the peak
+        peaks = [0] * count, [0] * count
+        for backward in (False, True):
+            for at, interval in watch.intervals(backward).items():
+                # The loss and its backward are one moment: a pass has no hook between them.
+                number = self._units[at] if at < self._count else count - 1
+                some = peaks[backward and at < self._count]
+                some[number] = max(some[number], interval.peak)
+        pairs = (zip(*two, strict=True) for two in zip(peaks, groups, strict=True))
+        forward, backward_ = (
+            [max(0, peak - of_groups) for peak, of_groups in some] for some in pairs
+        )
+        return forward, backward_
+
+    def _names(self) -> list[str]:
+        """Return the names of units: of their module, or of the modules around them."""
+        calls, names, counts = self._watched.calls, list[str](), dict[str, int]()
+
+        def numbered(name: str) -> str:
+            counts[name] = counts.get(name, 0) + 1
+            return name if counts[name] == 1 else f"{name} ({counts[name]})"
+
+        for at in range(self._count):
+            if at % 2:
+                name = numbered(calls[at // 2].name)
+            elif at:
+                name = numbered(f"after {calls[at // 2 - 1].name}")
+            else:
+                name = f"before {calls[0].name}" if calls else "(model)"
+            if at in self._positions:
+                names.append(name)
+        return names

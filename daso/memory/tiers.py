@@ -1,4 +1,4 @@
-"""Second memories: where storages go between forward and backward."""
+"""Second memories, to which storages are swapped between forward and backward."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +14,7 @@ import torch
 
 from daso.comm.device.cuda import CudaCopies
 from daso.comm.device.staging import DeviceStaging
-from daso.comm.shared_memory import SharedWindow
+from daso.comm.node.shm import SharedWindow
 from daso.comm.topology import default
 from daso.errors import ConfigError
 from daso.memory.sizes import parse_bytes
@@ -21,69 +22,61 @@ from daso.memory.sizes import parse_bytes
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "Copying",
-    "FileTier",
-    "HostTier",
-    "NeighbourTier",
-    "Second",
-    "Tier",
-    "measure",
-    "open_tier",
-]
-
-SECONDS_BETWEEN_LOOKS = 5e-5
+POLL_SECONDS = 5e-5
 
 
-class Copying:
-    """A copy that goes on.
+class PendingCopy:
+    """A copy in flight.
 
     Args:
-        wait: Blocks until it has ended.
-        cell: The row, until it begins.
+        wait: Blocks until the copy has ended.
+        cell: Holds the row until the copy begins.
     """
 
     def __init__(self, wait: Callable[[], object], cell: list[torch.Tensor]) -> None:
         self._wait, self._cell = wait, cell
 
     def wait(self) -> None:
-        """Block until it has ended; then it holds its row no more."""
+        """Block until the copy has ended; it releases its row then."""
         self._wait()
 
-    def drop(self) -> None:
-        """Do not copy, if it has not begun. Does not block."""
-        self._cell.clear()
+    def drop(self) -> bool:
+        """Cancel the copy unless it has begun; return whether it was cancelled. Does not block."""
+        try:
+            self._cell.pop()
+        except IndexError:
+            return False
+        return True
 
 
 class Tier(Protocol):
-    """A second memory. Copies to and from it do not block; they end in the order they began."""
+    """A second memory. Copies do not block; they end in the order in which they began."""
 
     def lease(self, nbytes: int) -> int:
-        """Take some of it; return where it begins."""
+        """Reserve some bytes; return their offset."""
         ...
 
     def release(self, at: int, nbytes: int) -> None:
-        """Give what was taken back."""
+        """Release reserved bytes."""
         ...
 
-    def out(self, source: torch.Tensor, at: int) -> Copying:
-        """Begin to copy a row of bytes there; return the copy."""
+    def out(self, source: torch.Tensor, at: int) -> PendingCopy:
+        """Start to copy a row of bytes to an offset; return the copy."""
         ...
 
-    def back(self, target: torch.Tensor, at: int) -> Copying:
-        """Begin to copy from there into a row of bytes; return the copy."""
+    def back(self, target: torch.Tensor, at: int) -> PendingCopy:
+        """Start to copy from an offset into a row of bytes; return the copy."""
         ...
 
     def close(self) -> None:
-        """End all copies and give the memory back; idempotent."""
+        """Finish all copies and free the memory; idempotent."""
         ...
 
 
 class _Leases:
-    """Parts of something that grows, given out and taken back.
+    """Offsets of reserved bytes in memory that grows.
 
-    Parts that were given back go to whoever asks for as many bytes, as one training step after the
-    other does.
+    Released bytes are reused for requests of the same size, as successive training steps make.
     """
 
     def __init__(self) -> None:
@@ -102,10 +95,10 @@ class _Leases:
 
 
 class FileTier:
-    """A file, which has no name: it is gone with the process.
+    """An unnamed file: it disappears with the process.
 
     Args:
-        folder: In which it is made; should lie on a disk that is local and fast.
+        folder: Folder of the file; should be on a fast local disk.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,15 +106,15 @@ class FileTier:
             handle, path = tempfile.mkstemp(prefix="daso-swap-", dir=folder)
         except OSError as error:
             raise ConfigError(
-                f"the second memory must be a folder that can be written to, but {folder} is not: "
+                f"the second memory must be a writable folder, but {folder} is not: "
                 f"{error.strerror}; name another with second='file:FOLDER'"
             ) from error
-        os.unlink(path)  # noqa: PTH108 -- the name alone goes
+        os.unlink(path)  # noqa: PTH108 -- removes only the name
         self._file, self._folder = handle, folder
         self._leases, self._worker = _Leases(), ThreadPoolExecutor(1, "daso-swap")
 
     def lease(self, nbytes: int) -> int:
-        """Take some of it; return where it begins. Blocks until the disk has it."""
+        """Reserve some bytes; return their offset. Blocks until the disk has allocated them."""
         size = self._leases.size
         at = self._leases.lease(nbytes)
         if self._leases.size > size:
@@ -129,21 +122,21 @@ class FileTier:
                 os.posix_fallocate(self._file, size, self._leases.size - size)
             except OSError as error:
                 raise ConfigError(
-                    f"the second memory needs {nbytes:,} bytes more in {self._folder}, which has "
-                    f"not as many: {error.strerror}; name another folder with second='file:FOLDER'"
+                    f"the second memory needs {nbytes:,} more bytes in {self._folder}, which "
+                    f"has too few: {error.strerror}; name another folder with second='file:FOLDER'"
                 ) from error
         return at
 
     def release(self, at: int, nbytes: int) -> None:
-        """Give what was taken back."""
+        """Release reserved bytes."""
         self._leases.release(at, nbytes)
 
-    def out(self, source: torch.Tensor, at: int) -> Copying:
-        """Begin to copy a row of bytes to it."""
+    def out(self, source: torch.Tensor, at: int) -> PendingCopy:
+        """Start to copy a row of bytes to an offset."""
         return _begin(self._worker, lambda row: self._write(row, at), source)
 
-    def back(self, target: torch.Tensor, at: int) -> Copying:
-        """Begin to copy from it into a row of bytes."""
+    def back(self, target: torch.Tensor, at: int) -> PendingCopy:
+        """Start to copy from an offset into a row of bytes."""
         return _begin(self._worker, lambda row: self._read(row, at), target)
 
     def _write(self, source: torch.Tensor, at: int) -> None:
@@ -153,19 +146,19 @@ class FileTier:
             done += os.pwrite(self._file, row[done:], at + done)
 
     def _read(self, target: torch.Tensor, at: int) -> None:
-        there = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-        row = memoryview(_memory(there)).cast("B")
+        host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+        row = memoryview(_memory(host)).cast("B")
         done = 0
         while done < len(row):
             got = os.preadv(self._file, [row[done:]], at + done)
             if not got:
                 raise OSError(f"the second memory in {self._folder} ended early")
             done += got
-        if there is not target:
-            target.copy_(there)
+        if host is not target:
+            target.copy_(host)
 
     def close(self) -> None:
-        """End all copies and give the file back."""
+        """Finish all copies and close the file."""
         self._worker.shutdown()
         if self._file >= 0:
             os.close(self._file)
@@ -173,58 +166,57 @@ class FileTier:
 
 
 class HostTier:
-    """Memory of the host: pinned where the model is on a GPU.
+    """Host memory, pinned if the model is on a GPU.
 
     Args:
-        copies: What copies between a GPU and its host; None: a thread, from host to host.
+        copies: Copies between a GPU and its host; None: a thread copies within host memory.
     """
 
     def __init__(self, copies: DeviceStaging | None) -> None:
         self._copies, self._leases = copies, _Leases()
         self._worker = None if copies is not None else ThreadPoolExecutor(1, "daso-swap")
-        self._slabs: dict[int, torch.Tensor] = {}  # by where they begin
+        self._slabs: dict[int, torch.Tensor] = {}  # by offset
 
     def lease(self, nbytes: int) -> int:
-        """Take some of it; return where it begins."""
+        """Reserve some bytes; return their offset."""
         at = self._leases.lease(nbytes)
         if at not in self._slabs:
             self._slabs[at] = (
-                torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                torch.frombuffer(mmap(-1, nbytes), dtype=torch.uint8)  # outside torch's allocator
                 if self._copies is None
-                else self._copies.memory(nbytes)
+                else self._copies.host_memory(nbytes)
             )
         return at
 
     def release(self, at: int, nbytes: int) -> None:
-        """Give what was taken back."""
+        """Release reserved bytes."""
         self._leases.release(at, nbytes)
 
-    def out(self, source: torch.Tensor, at: int) -> Copying:
-        """Begin to copy a row of bytes to it."""
-        there = self.row(at, source.numel())
+    def out(self, source: torch.Tensor, at: int) -> PendingCopy:
+        """Start to copy a row of bytes to an offset."""
+        slot = self.row(at, source.numel())
         if self._copies is None:
-            return self.begin(there.copy_, source)
-        return _arrives(self._copies.out(source, there))
+            return self.begin(slot.copy_, source)
+        return _arrives(self._copies.to_host(source, slot))
 
-    def back(self, target: torch.Tensor, at: int) -> Copying:
-        """Begin to copy from it into a row of bytes."""
-        there = self.row(at, target.numel())
+    def back(self, target: torch.Tensor, at: int) -> PendingCopy:
+        """Start to copy from an offset into a row of bytes."""
+        slot = self.row(at, target.numel())
         if self._copies is None:
-            return self.begin(lambda row: row.copy_(there), target)
-        return _arrives(self._copies.back(there, target, in_turn=True))
+            return self.begin(lambda row: row.copy_(slot), target)
+        return _arrives(self._copies.to_device(slot, target, in_order=True))
 
-    def begin(self, copy: Callable[[torch.Tensor], object], row: torch.Tensor) -> Copying:
-        """Let the thread copy a row, after those before."""
+    def begin(self, copy: Callable[[torch.Tensor], object], row: torch.Tensor) -> PendingCopy:
+        """Start a copy in the thread, after earlier ones."""
         assert self._worker is not None
         return _begin(self._worker, copy, row)
 
     def row(self, at: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes (nbytes, uint8) there."""
-        start = max(one for one in self._slabs if one <= at)
-        return self._slabs[start][at - start : at - start + nbytes]
+        """Return the bytes (nbytes, uint8) at an offset."""
+        return self._slabs[at][:nbytes]
 
     def close(self) -> None:
-        """End all copies and give the memory back."""
+        """Finish all copies and free the memory."""
         if self._worker is not None:
             self._worker.shutdown()
         self._slabs.clear()
@@ -235,7 +227,7 @@ class NeighbourTier(HostTier):
 
     Args:
         node: Communicator of the node.
-        nbytes: Of every rank's.
+        nbytes: Size of each rank's part.
         copies: As for `HostTier`.
 
     Collective over the node, as is `close`; blocking.
@@ -244,57 +236,63 @@ class NeighbourTier(HostTier):
     def __init__(self, node: "MPI.Comm", nbytes: int, copies: DeviceStaging | None) -> None:
         super().__init__(copies)
         self._nbytes, self._window = nbytes, SharedWindow(node, nbytes)
-        self._slabs[0] = self._window.segments[(node.Get_rank() + 1) % node.Get_size()]
+        self._memory = self._window.segments[(node.Get_rank() + 1) % node.Get_size()]
 
     def lease(self, nbytes: int) -> int:
-        """Take some of it; return where it begins."""
+        """Reserve some bytes; return their offset."""
         at = self._leases.lease(nbytes)
         if self._leases.size > self._nbytes:
             raise ConfigError(
                 f"the second memory must hold {self._leases.size:,} bytes, but the neighbour's has "
-                f"{self._nbytes:,}: ask for more with second='neighbour:SIZE'"
+                f"{self._nbytes:,}: increase it with second='neighbour:SIZE'"
             )
         return at
 
+    def row(self, at: int, nbytes: int) -> torch.Tensor:
+        """Return the bytes (nbytes, uint8) at an offset."""
+        return self._memory[at : at + nbytes]
+
     def close(self) -> None:
-        """End all copies and give the memory back."""
+        """Finish all copies and free the memory."""
         super().close()
         self._window.free()
 
 
 def _memory(row: torch.Tensor) -> "ctypes.Array[ctypes.c_char]":
-    """Return a row's bytes as a buffer; the row must live as long."""
-    found: ctypes.Array[ctypes.c_char] = (ctypes.c_char * row.numel()).from_address(row.data_ptr())
-    return found
+    """Return a row's bytes as a buffer, which does not keep the row alive."""
+    buffer: ctypes.Array[ctypes.c_char] = (ctypes.c_char * row.numel()).from_address(row.data_ptr())
+    return buffer
 
 
-def _begin(worker: Executor, copy: Callable[[torch.Tensor], object], row: torch.Tensor) -> Copying:
-    """Let a thread copy a row; return what blocks until it has, and holds the row no more."""
+def _begin(
+    worker: Executor, copy: Callable[[torch.Tensor], object], row: torch.Tensor
+) -> PendingCopy:
+    """Start a copy of a row in a worker thread; the copy releases the row when it ends."""
     cell = [row]
 
     def job() -> None:
         try:
-            mine = [cell.pop()]
+            rows = [cell.pop()]
         except IndexError:  # dropped
             return
-        copy(mine.pop())  # and held by nothing here once it has ended
+        copy(rows.pop())  # released here when it has ended
 
-    return Copying(worker.submit(job).result, cell)
+    return PendingCopy(worker.submit(job).result, cell)
 
 
-def _arrives(arrived: Callable[[], bool]) -> Copying:
+def _arrives(arrived: Callable[[], bool]) -> PendingCopy:
     def wait() -> None:
         while not arrived():
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(POLL_SECONDS)
 
-    return Copying(wait, [])
+    return PendingCopy(wait, [])
 
 
 Second = str | Callable[[torch.device], Tier]
 
 
 def open_tier(second: Second, device: torch.device) -> Tier:
-    """Return a second memory."""
+    """Open a second memory for a device."""
     if not isinstance(second, str):
         return second(device)
     kind, _, folder = second.partition(":")
@@ -309,7 +307,7 @@ def open_tier(second: Second, device: torch.device) -> Tier:
 
 
 def measure(tier: Tier, device: torch.device, nbytes: int = 1 << 24) -> tuple[float, float]:
-    """Return bytes per second of a large copy, and seconds of a small one. Blocks."""
+    """Measure the bytes per second of a large copy, and the seconds of a small one. Blocks."""
     seconds = []
     for size in (nbytes, 1024):
         row, at = torch.zeros(size, dtype=torch.uint8, device=device), tier.lease(size)

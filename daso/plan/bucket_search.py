@@ -1,9 +1,9 @@
-"""Which size of chunks is fastest: a search that grows, refines once, holds, and starts anew.
+"""Search for the fastest bucket size: grow, refine once, hold, and restart after a change.
 
-After US 11164079 B2 (chunk-wise synchronisation, IBM): chunks grow until iterations got slower with
-two sizes in a row (one may be noise), a size beside the fastest is tried, and the fastest of all is
-kept. Where iterations then come to take much longer or shorter, twice in a row, the search starts
-anew: what trains, or the machine, has changed.
+After US 11164079 B2 (chunk-wise synchronization, IBM): sizes grow until iterations get slower with
+two sizes in a row (one may be noise). Then a size next to the fastest is tried, and the fastest of
+all is kept. If iterations later become much slower or faster, twice in a row, the search restarts:
+the model or the machine has changed.
 """
 
 import math
@@ -12,33 +12,33 @@ from dataclasses import dataclass, replace
 
 from daso.errors import ConfigError
 
-__all__ = ["BucketSizeSearch", "SearchState"]
+MIN_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class SearchState:
-    """Where a search stands."""
+    """State of a search."""
 
-    nbytes: int  # of a chunk, from here on
+    nbytes: int  # of a bucket, from now on
     tried: tuple[tuple[int, float], ...] = ()  # bytes, seconds of an iteration
-    refining: bool = False  # this is the size beside the fastest
+    refining: bool = False  # the current size is the one next to the fastest
     holding: bool = False  # the search is over
-    held_seconds: float = 0.0  # of an iteration when it was over; 0: not measured yet
-    strange: bool = False  # the last iterations took much longer or shorter than those
+    held_seconds: float = 0.0  # of an iteration at the end of the search; 0: not measured yet
+    strange: bool = False  # the last iterations were much slower or faster than that
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSizeSearch:
-    """Finds the size of chunks by the time of iterations.
+    """Finds the fastest bucket size from iteration times.
 
     Args:
         least_bytes: The first size.
-        most_bytes: The last one.
-        every: Iterations whose median time tells of a size.
-        expand: How much larger the next size is.
+        most_bytes: The largest size.
+        every: Number of iterations per size; their median counts.
+        expand: Ratio of the next size to the current one.
         tolerance: Relative time by which an iteration must be slower to count as slower.
-        patience: Slower sizes in a row after which chunks grow no more.
-        reopen: Relative time by which iterations must change for the search to start anew.
+        patience: Number of consecutive slower sizes after which sizes stop growing.
+        reopen: Relative change of the iteration time that restarts the search.
     """
 
     least_bytes: int
@@ -66,20 +66,20 @@ class BucketSizeSearch:
                 )
 
     def start(self) -> SearchState:
-        """Return where every search begins."""
+        """Return the initial state."""
         return SearchState(self.least_bytes)
 
     def after(self, now: SearchState, seconds: float) -> SearchState:
-        """Return how to go on."""
+        """Return the state after ``every`` iterations with a median time of ``seconds``."""
         if now.holding:
             return self._hold(now, seconds)
         tried = (*now.tried, (now.nbytes, seconds))
-        best, least = min(tried, key=lambda one: one[1])
-        slower = [one > least * (1 + self.tolerance) for _, one in tried]
+        best, least = min(tried, key=lambda trial: trial[1])
+        slower = [took > least * (1 + self.tolerance) for _, took in tried]
         larger = min(self.most_bytes, max(now.nbytes + 1, round(now.nbytes * self.expand)))
         if not now.refining and larger > now.nbytes and not all(slower[-self.patience :]):
             return replace(now, nbytes=larger, tried=tried)
-        between = _beside(best, tried)
+        between = _size_between(best, tried)
         if now.refining or not slower[-1] or between is None:
             return SearchState(best, tried, holding=True)
         return replace(now, nbytes=between, tried=tried, refining=True)
@@ -93,13 +93,19 @@ class BucketSizeSearch:
         return self.start() if now.strange else replace(now, strange=True)
 
 
-def _beside(best: int, tried: Sequence[tuple[int, float]]) -> int | None:
-    """Return a size between the fastest and its faster neighbour; None if there is none."""
-    at = [nbytes for nbytes, _ in tried].index(best)
-    # The larger one where both are equally fast.
-    next_to = [*tried[at + 1 : at + 2], *tried[max(0, at - 1) : at]]
-    if not next_to:
+def _size_between(best: int, tried: Sequence[tuple[int, float]]) -> int | None:
+    """Return a size between the fastest size and its faster neighbor, or None."""
+    index = [nbytes for nbytes, _ in tried].index(best)
+    # The larger neighbor first: it is preferred if both are equally fast.
+    neighbors = [*tried[index + 1 : index + 2], *tried[max(0, index - 1) : index]]
+    if not neighbors:
         return None
-    beside = min(next_to, key=lambda one: one[1])[0]
-    between = round(math.sqrt(best * beside))
-    return None if between in (best, beside) else between
+    neighbor = min(neighbors, key=lambda trial: trial[1])[0]
+    between = round(math.sqrt(best * neighbor))
+    return None if between in (best, neighbor) else between
+
+
+def bucket_search(nbytes: int) -> BucketSizeSearch:
+    """Return the search for a model with ``nbytes`` bytes of gradients."""
+    least = max(1, min(MIN_BYTES, nbytes))
+    return BucketSizeSearch(least, max(least, nbytes))

@@ -1,4 +1,4 @@
-"""What an order of transfers costs, from the seconds of its parts: models to hold runs against."""
+"""Cost models of transfers: their time from the seconds of their parts."""
 
 import math
 from collections.abc import Sequence
@@ -15,43 +15,27 @@ from daso.plan.allreduce_plan import (
 from daso.plan.layout import Span
 from daso.plan.portions import Order, Portion, PriorityQueue, efficient_bytes
 
-__all__ = [
-    "AllReduceCost",
-    "Layers",
-    "LinkCosts",
-    "allreduce_cost",
-    "choose_plan",
-    "depends_on_costs",
-    "efficient_portion_bytes",
-    "fitted_costs",
-    "flow_shop_seconds",
-    "pipelined_seconds",
-    "slots",
-    "step_seconds",
-    "vote_rounds",
-]
-
-FEW = 16  # ranks up to which each sends to each: few messages, each rounded twice in all
-LEAST_SECONDS = 1e-6  # of a message
-ROUGHLY = 0.95
-LARGEST_PORTION = 25 << 20  # bytes: a larger one holds up what is needed sooner
-SMALL_BYTES = 64 << 10  # of a message: below, what the host does for it costs more than the wire
+MAX_DIRECT_RANKS = 16  # up to which the direct plan is used: few messages, two roundings in all
+MIN_SECONDS = 1e-6  # of a message
+SIZE_TOLERANCE = 0.95
+LARGEST_PORTION = 25 << 20  # bytes: a larger one delays more urgent portions
+SMALL_BYTES = 64 << 10  # of a message: below, its host time exceeds its time on the wire
 
 
 def vote_rounds(nodes: int) -> int:
-    """Return how many messages follow each other when nodes agree: up a tree and down again."""
+    """Return the number of consecutive messages of a vote of all nodes: up a tree and down."""
     return 2 * math.ceil(math.log2(nodes)) if nodes > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
-    """What messages between nodes cost (Hockney's model, with the host's own time).
+    """Cost of messages between nodes (Hockney's model, with the host's own time).
 
     Args:
-        latency_seconds: Until a message of no bytes is there (alpha).
-        byte_seconds: Of the link for each byte (beta).
-        message_seconds: Of the host for each message that it sends or receives.
-        add_seconds: Of the host for each byte that arrives and is added or delivered (gamma).
+        latency_seconds: Of an empty message (alpha).
+        byte_seconds: Of the link, per byte (beta).
+        message_seconds: Of the host, per message sent or received.
+        add_seconds: Of the host, per received byte that is added or delivered (gamma).
     """
 
     latency_seconds: float = 50e-6
@@ -61,13 +45,13 @@ class LinkCosts:
 
 
 def fitted_costs(small_seconds: float, large_seconds: float, nbytes: int) -> LinkCosts:
-    """Return costs from the seconds of an empty message and of one of so many bytes.
+    """Return costs from the seconds of an empty message and of a message of ``nbytes`` bytes.
 
-    In powers of two, so that what is chosen by them does not change with every measurement.
+    Rounded to powers of two, so that decisions do not change with every measurement.
     """
-    byte_seconds = max(large_seconds - small_seconds, LEAST_SECONDS) / nbytes
+    byte_seconds = max(large_seconds - small_seconds, MIN_SECONDS) / nbytes
     return LinkCosts(
-        latency_seconds=_power_of_two(max(small_seconds, LEAST_SECONDS)),
+        latency_seconds=_power_of_two(max(small_seconds, MIN_SECONDS)),
         byte_seconds=_power_of_two(byte_seconds),
     )
 
@@ -78,19 +62,19 @@ def _power_of_two(number: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class AllReduceCost:
-    """What a mean takes of each rank."""
+    """Cost of a mean for each rank."""
 
     messages: int  # sent
     smallest_bytes: float  # of a message, on average over chunks
     sent_bytes: float
-    rounds: int  # messages that follow each other, of one chunk
+    rounds: int  # consecutive messages of one chunk
     seconds: float
 
 
 def allreduce_cost(
     plan: AllReducePlan, nbytes: float, costs: LinkCosts, message_bytes: int = 256 << 10
 ) -> AllReduceCost:
-    """Return what a mean of so many bytes on the wire costs by a plan."""
+    """Return the cost of a mean of ``nbytes`` bytes on the wire by a plan."""
     chunks = max(1, math.ceil(nbytes / (message_bytes * plan.messages_of_chunk)))
     held, messages, sent, smallest = nbytes / chunks, 0, 0.0, math.inf
     for level in plan.levels:
@@ -106,32 +90,32 @@ def allreduce_cost(
 
 
 def efficient_portion_bytes(efficiency: float, plan: AllReducePlan, costs: LinkCosts) -> int:
-    """Return the size of portions with which the link does a share of what it could.
+    """Return the portion size with which the link reaches a share of its rate.
 
-    A portion's mean takes its rounds and the host's work on its messages, whatever its size, and
-    the link for its bytes; see `efficient_bytes`.
+    The mean of a portion takes a fixed time for its rounds and for the host's work on messages,
+    plus the link's time for its bytes; see `efficient_bytes`.
     """
-    one = allreduce_cost(plan, LARGEST_PORTION, costs, message_bytes=LARGEST_PORTION)
-    fixed = one.rounds * costs.latency_seconds + 2 * one.messages * costs.message_seconds
-    rate = LARGEST_PORTION / (one.sent_bytes * costs.byte_seconds)
+    cost = allreduce_cost(plan, LARGEST_PORTION, costs, message_bytes=LARGEST_PORTION)
+    fixed = cost.rounds * costs.latency_seconds + 2 * cost.messages * costs.message_seconds
+    rate = LARGEST_PORTION / (cost.sent_bytes * costs.byte_seconds)
     nbytes = efficient_bytes(efficiency, latency_seconds=fixed, bytes_per_second=rate)
     return min(max(nbytes, SMALL_BYTES), LARGEST_PORTION)
 
 
 def depends_on_costs(algorithm: Algorithm, peers: int) -> bool:
-    """Return whether `choose_plan` asks what messages cost."""
-    return algorithm in ("auto", "planned") and peers > FEW
+    """Return whether the result of `choose_plan` depends on costs."""
+    return algorithm in ("auto", "planned") and peers > MAX_DIRECT_RANKS
 
 
 @lru_cache(maxsize=4096)
 def choose_plan(
     algorithm: Algorithm, peers: int, nbytes: float, costs: LinkCosts | None = None
 ) -> AllReducePlan:
-    """Return the plan by which ranks take the mean of so many bytes on the wire.
+    """Return the plan for a mean of ``nbytes`` bytes on the wire.
 
-    Up to 16 ranks ``"auto"`` is direct, so that bits do not depend on costs there. Between more it
-    is the plan that costs least of those whose messages are of 64 KiB at the least, about, or of a
-    row too small for that a rank's share of it.
+    Up to 16 ranks ``"auto"`` is direct, so that bits do not depend on costs. For more ranks it is
+    the fastest plan with messages of at least about 64 KiB, or for a smaller buffer of at least a
+    rank's share of it.
     """
     if algorithm not in ("auto", "planned", "mpi"):
         return named_plan(algorithm, peers)
@@ -139,24 +123,25 @@ def choose_plan(
         return direct_plan(peers)
     known = costs or LinkCosts()
     plans = [(plan, allreduce_cost(plan, nbytes, known)) for plan in candidate_plans(peers)]
-    # A row is cut into chunks of about a size: the direct plan's messages may be a little smaller.
+    # A buffer is cut into chunks of similar size: the direct plan's messages may be slightly
+    # smaller.
     direct = allreduce_cost(direct_plan(peers), nbytes, known)
-    least = ROUGHLY * min(SMALL_BYTES, nbytes / peers, direct.smallest_bytes)
+    least = SIZE_TOLERANCE * min(SMALL_BYTES, nbytes / peers, direct.smallest_bytes)
     large = [(plan, cost) for plan, cost in plans if cost.smallest_bytes >= least]
-    return min(large, key=lambda one: (one[1].seconds, len(one[0].levels)))[0]
+    return min(large, key=lambda pair: (pair[1].seconds, len(pair[0].levels)))[0]
 
 
 def flow_shop_seconds(chunks: Sequence[Sequence[float]]) -> float:
-    """Return how long chunks take that go through the same stages one after the other.
+    """Return the time of chunks that pass through the same stages.
 
-    Each stage holds one chunk at a time, and all chunks keep their order (a permutation flow shop;
-    Johnson 1954): gradients that go to the host, are added there and come back.
+    Each stage processes one chunk at a time, and chunks keep their order (a permutation flow shop;
+    Johnson 1954): for example, gradients are copied to the host, added there and copied back.
     """
     ends = [0.0] * (len(chunks[0]) if chunks else 1)
     for seconds in chunks:
         before = 0.0
-        for stage, taken in enumerate(seconds):
-            before = ends[stage] = max(before, ends[stage]) + taken
+        for stage, duration in enumerate(seconds):
+            before = ends[stage] = max(before, ends[stage]) + duration
     return ends[-1]
 
 
@@ -172,33 +157,38 @@ class Layers:
 def step_seconds(
     layers: Layers, *, order: Order, portions: Sequence[int], barrier: bool, steps: int = 8
 ) -> float:
-    """Return how long a step takes when gradients cross one link, portion after portion."""
+    """Return the time of a step whose gradients share one link, portion after portion."""
     count = len(layers.forward_seconds)
-    arrived, link, now, begun = [0.0] * count, 0.0, 0.0, [0.0]
+    arrived, link, now, starts = [0.0] * count, 0.0, 0.0, [0.0]
     for _ in range(steps):
         now = max(now, *arrived) if barrier else max(now, arrived[0])
-        begun.append(now)
+        starts.append(now)
         for layer, seconds in enumerate(layers.forward_seconds):
             now = max(now, arrived[layer]) + seconds
         ready = [0.0] * count
         for layer in reversed(range(count)):
             now += layers.backward_seconds[layer]
             ready[layer] = now
-        arrived, link = _cross(layers, order, portions, ready, link)
-    return begun[-1] - begun[-2]
+        arrived, link = _send_portions(layers, order, portions, ready, link)
+    return starts[-1] - starts[-2]
 
 
-def _cross(
+def _send_portions(
     layers: Layers,
     order: Order,
     portions: Sequence[int],
     ready: Sequence[float],
     free: float,
 ) -> tuple[list[float], float]:
-    """Return when each layer's last portion has crossed, and when the link is free again."""
+    """Return the time at which each layer's last portion arrives, and at which the link is free."""
     count = len(ready)
-    cut = [Portion(Span(0, 0), (at,), at) for at in range(count) for _ in range(portions[at])]
-    coming = sorted(range(len(cut)), key=lambda one: -ready[cut[one].layer])  # the next one last
+    cut = [
+        Portion(Span(0, 0), (layer,), layer)
+        for layer in range(count)
+        for _ in range(portions[layer])
+    ]
+    # The next portion to become ready is last.
+    coming = sorted(range(len(cut)), key=lambda portion: -ready[cut[portion].layer])
     waiting, arrived = PriorityQueue(order, cut), list(ready)
     while coming or len(waiting):
         while coming and ready[cut[coming[-1]].layer] <= free:
@@ -213,18 +203,19 @@ def _cross(
 
 
 def slots(ranks: int) -> list[tuple[int, ...]]:
-    """Return to whom each rank sends in every slot: in slot k rank r sends to r + k.
+    """Return the receiver of each rank in every slot: in slot k rank r sends to r + k.
 
-    Where all push to all in the same order, a receiver is hit by everybody at once and the others
-    have nothing to do: about 2 (p - 1) services for p ranks. In slots, each a permutation, nobody
-    is hit twice: p - 1.
+    If all ranks sent to all in the same order, one receiver at a time would get all messages while
+    the others are idle: about 2 (p - 1) message times for p ranks. In slots, each a permutation,
+    every rank receives one message: p - 1.
     """
     return [tuple((rank + turn) % ranks for rank in range(ranks)) for turn in range(1, ranks)]
 
 
 def pipelined_seconds(ranks: int, segments: int, latency_seconds: float, seconds: float) -> float:
-    """Return how long a row takes from the first rank of a chain to the last, in segments.
+    """Return the time of a buffer from the first rank of a chain to the last, in segments.
 
-    Each is passed on while the next one comes (cut-through). One segment is store-and-forward.
+    Each segment is forwarded while the next one arrives (cut-through). One segment is
+    store-and-forward.
     """
     return (ranks - 2 + segments) * (latency_seconds + seconds / segments)

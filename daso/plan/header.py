@@ -1,41 +1,61 @@
-"""The few numbers that ride with every exchange, so that all ranks take the same branch.
+"""Header of every exchange: a few numbers that let all ranks take the same decisions.
 
 The header is reduced by an elementwise maximum over the world. A number that needs a minimum is
-carried as its negative. Beside it a tally is reduced by a sum: of whole numbers, so that the sum is
-exact and the same on every rank, whatever order MPI adds in.
+stored as its negative.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
-__all__ = ["Header", "Tally", "culprit", "decode_culprit", "decode_slow_rank", "slow_rank"]
+from daso.errors import ExchangeError
+from daso.plan.schedule import Measurements
 
-CULPRITS = 2**53  # float64 holds whole numbers exactly up to here
+MAX_EXACT = 2**53  # float64 represents integers exactly up to here
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a rank says of its side; after the reduction, what the world agreed on."""
+    """Numbers of one rank; after the reduction, the numbers that all ranks agreed on."""
 
     nonfinite: float = 0.0  # 0, or `culprit(...)` of the first value that is not finite
     layout: float = 0.0  # digest of the layout
     minus_layout: float = 0.0
     batch: float = 0.0  # batches counted when this was sent
     minus_batch: float = 0.0
-    minus_step_seconds: float = -math.inf  # step to step without waiting: the fastest rank's
-    minus_exchange_seconds: float = -math.inf  # of the exchange before: the rank's that came last
+    minus_step_seconds: float = -math.inf  # from step to step without waiting: fastest rank
+    minus_exchange_seconds: float = -math.inf  # of the previous exchange: slowest rank
     lr: float = 0.0  # largest learning rate of the rank's groups
     minus_lr: float = 0.0
-    # Of a core that training wanted, for the exchange before: the rank's that lost most.
+    # Core time that the previous exchange took from training: the rank that lost most.
     own_seconds: float = 0.0
-    minus_exposed_seconds: float = -math.inf  # of a synchronous step: the rank's that lost least
-    # Of exchanges of small tensors alone since: see `small_seconds`.
-    small_own_seconds: float = 0.0  # the rank's that lost most
-    minus_small_exposed_seconds: float = -math.inf  # the rank's that waited least
-    clipping: float = 0.0  # largest factor by which clipping shortened steps; 0: not seen
-    slowest: float = 0.0  # 0, or `slow_rank(...)` of the rank whose steps take longest
-    written: float = 0.0  # 1 where the program wrote other parameters between steps
+    minus_exposed_seconds: float = -math.inf  # of a synchronous step: the rank that lost least
+    # Of exchanges of small tensors alone since then; see `small_seconds`.
+    small_own_seconds: float = 0.0  # the rank that lost most
+    minus_small_exposed_seconds: float = -math.inf  # the rank that waited least
+    clipping: float = 0.0  # largest factor by which clipping shortened steps; 0: no clipping
+    slowest: float = 0.0  # 0, or `slow_rank(...)` of the rank with the longest steps
+    written: float = 0.0  # 1 if the program changed parameters between steps
+
+    @classmethod
+    def of(cls, layout: float, batch: int, groups: Iterable[Mapping[str, Any]]) -> "Header":
+        """Return a header with the numbers that ranks compare at every exchange.
+
+        Args:
+            layout: Digest of the layout.
+            batch: Number of batches.
+            groups: Parameter groups of the inner optimizer.
+        """
+        lr = largest_rate(groups)
+        return cls(
+            layout=layout,
+            minus_layout=-layout,
+            batch=batch,
+            minus_batch=-batch,
+            lr=lr,
+            minus_lr=-lr,
+        )
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""
@@ -43,92 +63,65 @@ class Header:
 
     @classmethod
     def decode(cls, numbers: Sequence[float]) -> "Header":
-        """Return the header whose numbers these are."""
+        """Return the header from its numbers in that order."""
         return cls(*(float(number) for number in numbers))
 
     @classmethod
     def width(cls) -> int:
-        """How many numbers a header has."""
+        """Return the number of numbers in a header."""
         return len(_NAMES)
 
     @property
     def step_seconds(self) -> float:
-        """Seconds from step to step of the fastest rank; 0 if nobody measured."""
+        """Seconds from step to step of the fastest rank; 0: not measured."""
         return _finite(-self.minus_step_seconds)
 
     @property
     def exchange_seconds(self) -> float:
-        """Seconds of the exchange before, of the rank that came last; 0 if nobody measured."""
+        """Seconds of the previous exchange on the slowest rank; 0: not measured."""
         return _finite(-self.minus_exchange_seconds)
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds that averages took from a synchronous step of each rank; 0: not measured."""
+        """Seconds of a synchronous step that every rank lost to averages; 0: not measured."""
         return _finite(-self.minus_exposed_seconds)
 
     @property
     def small_seconds(self) -> float:
-        """Seconds an exchange of small tensors took from training; 0 if nobody measured."""
+        """Training seconds lost to an exchange of small tensors; 0: not measured."""
         return self.small_own_seconds + _finite(-self.minus_small_exposed_seconds)
+
+    def measurements(self) -> Measurements:
+        """Return the measurements of an exchange."""
+        return Measurements(
+            self.step_seconds,
+            self.exchange_seconds,
+            self.lr,
+            own_seconds=self.own_seconds,
+            small_seconds=self.small_seconds,
+        )
 
     @property
     def same_lr(self) -> bool:
-        """Whether the largest learning rate is the same on every rank."""
+        """True if the largest learning rate is the same on every rank."""
         return self.lr == -self.minus_lr
 
     @property
     def aligned(self) -> bool:
-        """Whether all ranks sent the same layout after the same number of batches."""
+        """True if all ranks sent the same layout after the same number of batches."""
         return self.layout == -self.minus_layout and self.batch == -self.minus_batch
 
-
-_NAMES = tuple(one.name for one in fields(Header))
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """Sums over all ranks, relative to a size that all ranks know, in whole units."""
-
-    distance: float = 0.0  # squared, of this rank's part from the mean of all nodes; in `STEPS`
-    norm: float = 0.0  # squared, of this rank's part of the reference; in `SIZES`
-    moved: float = 0.0  # squared length of this rank's part of the mean delta; in `STEPS`
-
-    @classmethod
-    def measured(cls, distance: float, norm: float, moved: float, size: float) -> "Tally":
-        """Return a rank's share."""
-        return cls(
-            _share(distance, size, STEPS), _share(norm, size, SIZES), _share(moved, size, STEPS)
-        )
-
-    def __add__(self, other: "Tally") -> "Tally":
-        """Return the sums over the ranks of both."""
-        pairs = zip(self.encode(), other.encode(), strict=True)
-        return Tally(*(mine + theirs for mine, theirs in pairs))
-
-    def encode(self) -> list[float]:
-        """Return the numbers in a fixed order."""
-        return [self.distance, self.norm, self.moved]
-
-    def drift(self, *, nodes: int, batches: int) -> float:
-        """Return the mean square drift of one batch, relative to the reference's norm.
-
-        The distance of a node from the mean of all is what counts (consensus distance): of two
-        nodes with the same noise its square is half of what it is of many.
-        """
-        if nodes < 2 or batches < 1 or self.norm <= 0:
-            return 0.0
-        return max(self.distance, 0.5) * (SIZES / STEPS) / batches / self.norm
+    def check_aligned(self) -> None:
+        """Raise on every rank unless all ranks have taken the same number of steps."""
+        if not self.aligned:
+            raise ExchangeError(
+                f"ranks must exchange the same parameters after the same number of steps, but they "
+                f"were at steps {-self.minus_batch:.0f} to {self.batch:.0f}; give every rank the "
+                f"same number of batches and let every rank call step() for each"
+            )
 
 
-SIZES = 2.0**30  # units in what is as large as the parameters
-STEPS = 2.0**36  # units in what steps change, a few millionths of that and more
-MOST_SHARES = 2.0**42  # of one rank: 2048 ranks' sum is exact
-
-
-def _share(value: float, size: float, units: float) -> float:
-    if not (value >= 0 and 0 < size < math.inf):  # NaN too: nothing was measured
-        return 0.0
-    return float(round(min(value / size * units, MOST_SHARES)))
+_NAMES = tuple(entry.name for entry in fields(Header))
 
 
 def _finite(value: float) -> float:
@@ -136,24 +129,29 @@ def _finite(value: float) -> float:
 
 
 def culprit(element: int, rank: int, size: int) -> float:
-    """Pack which element of the flat row is not finite, and on which world rank, into a number.
+    """Encode the index of a non-finite element of the flat buffer, and the world rank, as a number.
 
     Earlier elements give larger numbers, so that the maximum over ranks names the first.
     """
-    return float(CULPRITS - (element * size + rank))
+    return float(MAX_EXACT - (element * size + rank))
 
 
 def decode_culprit(code: float, size: int) -> tuple[int, int]:
-    """Return (element, world rank) of a number made by `culprit`."""
-    return divmod(CULPRITS - int(code), size)
+    """Return (element, world rank) from a number made by `culprit`."""
+    return divmod(MAX_EXACT - int(code), size)
 
 
 def slow_rank(seconds: float, rank: int, size: int) -> float:
-    """Pack the seconds of a step, without waits for other nodes, and the world rank."""
-    return float(min(round(seconds * 1e6), CULPRITS // size - 1) * size + rank)
+    """Encode the seconds of a step, without waits for other nodes, and the world rank."""
+    return float(min(round(seconds * 1e6), MAX_EXACT // size - 1) * size + rank)
 
 
 def decode_slow_rank(code: float, size: int) -> tuple[float, int]:
-    """Return (seconds, world rank) of a number made by `slow_rank`."""
+    """Return (seconds, world rank) from a number made by `slow_rank`."""
     microseconds, rank = divmod(int(code), size)
     return microseconds * 1e-6, rank
+
+
+def largest_rate(groups: Iterable[Mapping[str, Any]]) -> float:
+    """Return the largest learning rate of parameter groups; 0 without one."""
+    return max([float(group.get("lr") or 0.0) for group in groups])

@@ -1,7 +1,7 @@
-"""Where every tensor lies in a flat buffer: the only offset arithmetic in the project.
+"""Layout of tensors in flat buffers: the only offset arithmetic in the project.
 
-A `Layout` lists tensors one after the other in one flat row of elements. A `Span` is a part of such
-a row. Everything else here cuts rows into spans and finds which tensors a span touches.
+A `Layout` lists consecutive tensors in one flat buffer. A `Span` is a part of such a buffer. All
+other functions cut buffers into spans, or find the tensors of a span.
 """
 
 import hashlib
@@ -13,34 +13,14 @@ from itertools import accumulate, pairwise, takewhile
 from math import prod
 from typing import NamedTuple
 
-__all__ = [
-    "LEAST_BUCKET_BYTES",
-    "Layout",
-    "Piece",
-    "Slot",
-    "Span",
-    "aligned",
-    "chunk_parts",
-    "first_difference",
-    "fit_buckets",
-    "flagged",
-    "fragments",
-    "last_layer",
-    "lay_out",
-    "pieces",
-    "small_tensors",
-    "split",
-]
-
-
-ALIGNMENT = 8  # bytes: of every tensor in a message
-SMALL_SHARE = 16  # small tensors are together at most one of so many numbers
-LAST_BUCKET_BYTES = 1 << 20  # down to which the last buckets are halved
-LEAST_BUCKET_BYTES = 64 << 10  # for the sake of which the last layer goes by itself
+ALIGNMENT = 8  # bytes: of each tensor in a message
+SMALL_SHARE = 16  # all small tensors together have at most 1/16 of all numbers
+LAST_BUCKET_BYTES = 1 << 20  # the last buckets are halved down to this size
+MIN_BUCKET_BYTES = 64 << 10  # in front of the last layer, for which it is split off
 
 
 class Span(NamedTuple):
-    """A run of elements in a flat row: from ``start`` up to, not including, ``stop``."""
+    """A range of elements in a flat buffer: from ``start`` up to, not including, ``stop``."""
 
     start: int  # elements
     stop: int  # elements
@@ -53,13 +33,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor in a row: what it is, and how many elements it takes."""
+    """A tensor of a layout: its name, shape, strides and dtype."""
 
     name: str
     shape: tuple[int, ...]
-    strides: tuple[
-        int, ...
-    ]  # elements; two ranks with different strides would exchange other cells
+    strides: tuple[int, ...]  # elements; ranks with different strides would mix up elements
     dtype: str
 
     @property
@@ -70,13 +48,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors one after the other in one flat row."""
+    """Consecutive tensors in one flat buffer."""
 
     slots: tuple[Slot, ...]
 
     @cached_property
     def stops(self) -> tuple[int, ...]:
-        """Where each slot ends, in order."""
+        """The end of each slot, in order."""
         return tuple(accumulate(slot.numel for slot in self.slots))
 
     @cached_property
@@ -88,54 +66,54 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements in the whole row."""
+        """Number of elements of the buffer."""
         return self.spans[-1].stop if self.spans else 0
 
     @cached_property
     def digest(self) -> int:
-        """48 bits that differ when any name, shape, stride, dtype or the order differs.
+        """48-bit hash of all names, shapes, strides, dtypes and their order.
 
-        48 bits, because the number travels in a float64 header and must survive there exactly.
+        48 bits, because a float64 header must hold the number exactly.
         """
         return int.from_bytes(hashlib.sha256(repr(self.slots).encode()).digest()[:6], "big")
 
     def slot_at(self, index: int) -> int:
-        """Return the index of the tensor that holds element ``index`` of the row."""
+        """Return the index of the tensor that holds element ``index`` of the buffer."""
         for slot, span in enumerate(self.spans):
             if span.start <= index < span.stop:
                 return slot
         raise IndexError(f"element {index} is outside this layout of {self.numel} elements")
 
     def name_at(self, index: int) -> str:
-        """Return the name of the tensor that holds element ``index`` of the row."""
+        """Return the name of the tensor that holds element ``index`` of the buffer."""
         return self.slots[self.slot_at(index)].name
 
     def element_of(self, part: "Layout", index: int) -> int:
-        """Return an element of the same tensor as element ``index`` of a row of parts of these."""
+        """Return an element of the tensor that holds element ``index`` of a layout of parts."""
         slot = part.slot_at(index)
         return self.spans[slot].start + index - part.spans[slot].start
 
 
 class Piece(NamedTuple):
-    """The part of one tensor that lies in a span."""
+    """The part of one tensor in a span."""
 
     slot: int  # index of the tensor in the layout
     inside: Span  # elements of the flattened tensor
-    at: Span  # elements counted from the start of the span asked for
+    at: Span  # elements relative to the start of the span
 
 
 def lay_out(slots: Sequence[Slot]) -> Layout:
-    """Put ``slots`` one after the other."""
+    """Return the layout of consecutive ``slots``."""
     return Layout(tuple(slots))
 
 
-def first_difference(mine: Layout, other: Layout) -> str | None:
-    """Say where two layouts differ first, or None when they agree."""
-    for a, b in zip(mine.slots, other.slots, strict=False):
+def first_difference(layout: Layout, other: Layout) -> str | None:
+    """Return the first difference of two layouts, or None if they are equal."""
+    for a, b in zip(layout.slots, other.slots, strict=False):
         if a != b:
             return f"{_describe(a)} against {_describe(b)}"
-    if len(mine.slots) != len(other.slots):
-        return f"{len(mine.slots)} parameters against {len(other.slots)}"
+    if len(layout.slots) != len(other.slots):
+        return f"{len(layout.slots)} parameters against {len(other.slots)}"
     return None
 
 
@@ -143,7 +121,7 @@ def _describe(slot: Slot) -> str:
     return f"{slot.name} {slot.shape} {slot.dtype} strides {slot.strides}"
 
 
-@lru_cache(maxsize=4096)  # asked of every bucket at every step
+@lru_cache(maxsize=4096)  # called for every bucket at every step
 def split(span: Span | int, parts: int, even: int = 1) -> tuple[Span, ...]:
     """Cut a span into ``parts`` contiguous spans whose sizes differ by at most one element."""
     start, stop = (0, span) if isinstance(span, int) else span
@@ -153,17 +131,18 @@ def split(span: Span | int, parts: int, even: int = 1) -> tuple[Span, ...]:
 
 
 def split_by(span: Span, shares: Sequence[int], even: int = 1) -> tuple[Span, ...]:
-    """Cut a span into contiguous spans whose sizes are as ``shares``, to an element."""
+    """Cut a span into contiguous spans with sizes proportional to ``shares``."""
     start, stop = span
     units, total = -(-(stop - start) // even), sum(shares)
     ends = [units * until // total for until in accumulate(shares, initial=0)]
-    return tuple(Span(*(min(stop, start + even * end) for end in one)) for one in pairwise(ends))
+    cuts = [min(stop, start + even * end) for end in ends]
+    return tuple(Span(a, b) for a, b in pairwise(cuts))
 
 
 def chunk_parts(
     numel: int, parts: int, chunk: int, even: int = 1, shares: Sequence[int] = ()
 ) -> tuple[tuple[Span, ...], ...]:
-    """Cut a row into chunks and every chunk into one part per peer, equal unless shares tell."""
+    """Cut a buffer into chunks, and each chunk into one part per peer, equal without shares."""
     count = -(-numel // max(chunk, 1))
     if not count:
         return ()
@@ -174,33 +153,33 @@ def chunk_parts(
 
 
 def pieces(layout: Layout, span: Span) -> Iterator[Piece]:
-    """List the parts of tensors that lie in a span of the row, in order."""
+    """Yield the parts of tensors in a span of the buffer, in order."""
     for index in range(bisect_right(layout.stops, span.start), len(layout.spans)):
-        there = layout.spans[index]
-        if there.start >= span.stop:
+        slot = layout.spans[index]
+        if slot.start >= span.stop:
             return
-        start, stop = max(there.start, span.start), min(there.stop, span.stop)
+        start, stop = max(slot.start, span.start), min(slot.stop, span.stop)
         if start < stop:
             yield Piece(
                 index,
-                Span(start - there.start, stop - there.start),
+                Span(start - slot.start, stop - slot.start),
                 Span(start - span.start, stop - span.start),
             )
 
 
 def small_tensors(numels: Sequence[int]) -> list[int]:
-    """Return which tensors are small: with all of their sizes, a 16th of all numbers at most."""
+    """Return the indices of small tensors, which together have at most 1/16 of all numbers."""
     total, small = 0, set()
     for numel in sorted(set(numels)):
         total += numel * numels.count(numel)
         if total > sum(numels) // SMALL_SHARE:
             break
         small.add(numel)
-    return [at for at, numel in enumerate(numels) if numel in small]
+    return [index for index, numel in enumerate(numels) if numel in small]
 
 
 def fragments(numels: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Group tensors that follow one another into fragments of about the same size."""
+    """Group consecutive tensors into fragments of about the same size."""
     total = max(1, sum(numels))
     groups: list[list[int]] = [[] for _ in range(count)]
     start = 0
@@ -212,7 +191,7 @@ def fragments(numels: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def flagged(numels: Sequence[int]) -> tuple[Span, ...]:
-    """Put tensors one after the other, each with one number more behind it: its flag."""
+    """Return the spans of consecutive tensors, each followed by one number: its flag."""
     stops = accumulate(numel + 1 for numel in numels)
     return tuple(
         Span(stop - 1 - numel, stop - 1) for numel, stop in zip(numels, stops, strict=True)
@@ -220,7 +199,7 @@ def flagged(numels: Sequence[int]) -> tuple[Span, ...]:
 
 
 def last_layer(names: Sequence[str]) -> int:
-    """Return how many of the last tensors, in the order of readiness, are of one module."""
+    """Return the number of tensors of the last module, in the order of readiness."""
     modules = [name.rpartition(".")[0] for name in reversed(names)]
     return sum(1 for _ in takewhile(lambda module: module == modules[0], modules))
 
@@ -230,32 +209,38 @@ def fit_buckets(
 ) -> tuple[tuple[int, ...], ...]:
     """Group tensors, in the order given, into buckets of about ``capacity`` bytes.
 
-    A bucket is closed by the tensor that fills it, so a tensor is never cut and one larger than
-    the capacity closes its bucket alone or with what came before. The last buckets get smaller, to
-    half of what is left and 1 MiB: less is still to be averaged when backward ends.
+    A bucket is closed by the tensor that fills it, so that no tensor is cut, and a tensor larger
+    than the capacity closes its bucket alone or with earlier tensors. The last buckets get smaller,
+    down to half of the remaining bytes and 1 MiB, so that less is left to average when backward
+    ends.
 
-    The last layer has nothing to hide behind: backward ends with it. So it shares no bucket with
-    layers that could leave while its gradient is computed (after US 11164079 B2, whose chunks are
-    of layers "other than a last layer"), unless these are too little for a bucket.
+    The average of the last layer cannot overlap with backward. So it shares no bucket with layers
+    that could be averaged while its gradient is computed (after US 11164079 B2, whose chunks are of
+    layers "other than a last layer"), unless these are too small for a bucket.
 
     Args:
-        nbytes: Of each tensor, in the order in which gradients become ready.
-        capacity: Bytes from which a bucket counts as full.
-        last: How many tensors at the end are the last layer's; 0: it is none by itself.
+        nbytes: Of each tensor, in the order of readiness of gradients.
+        capacity: Bytes of a full bucket.
+        last: Number of tensors of the last layer; 0: no layer is split off.
     """
     buckets = _filled(nbytes, capacity)
     first = len(nbytes) - last
     return tuple(
         part
         for bucket in buckets
-        for part in _without_last(bucket, first, sum(nbytes[at] for at in bucket if at < first))
+        for part in _without_last(
+            bucket, first, sum(nbytes[index] for index in bucket if index < first)
+        )
     )
 
 
 def _without_last(bucket: tuple[int, ...], first: int, before: int) -> list[tuple[int, ...]]:
-    """Cut a bucket before a tensor, where so many bytes come before it."""
-    parts = [tuple(at for at in bucket if at < first), tuple(at for at in bucket if at >= first)]
-    return parts if before >= LEAST_BUCKET_BYTES and all(parts) else [bucket]
+    """Cut a bucket before the last layer if ``before`` bytes are enough for a bucket."""
+    parts = [
+        tuple(index for index in bucket if index < first),
+        tuple(index for index in bucket if index >= first),
+    ]
+    return parts if before >= MIN_BUCKET_BYTES and all(parts) else [bucket]
 
 
 def _filled(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
@@ -274,7 +259,7 @@ def _filled(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]
 
 
 def aligned(nbytes: Sequence[int]) -> tuple[Span, ...]:
-    """Put tensors one after the other in a message, so that each can be read where it lies."""
+    """Return the spans of consecutive tensors in a message, each aligned for its dtype."""
     sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in nbytes]
     starts = accumulate(sizes, initial=0)
     return tuple(Span(at, at + size) for at, size in zip(starts, nbytes, strict=False))

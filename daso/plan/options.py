@@ -1,9 +1,9 @@
-"""The option records of the optimizer: frozen, checked when made."""
+"""Option records of the optimizer: frozen, checked on construction."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from daso.checks import (
     NONE,
@@ -21,29 +21,18 @@ from daso.checks import (
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import Algorithm
 from daso.plan.layout import small_tensors
-from daso.plan.merge import MergeName, check_merge, is_eager
 from daso.plan.portions import Order
-
-__all__ = [
-    "BITS",
-    "NARROW",
-    "NARROWEST",
-    "BucketRule",
-    "Exchange",
-    "GradientWire",
-    "Gradients",
-    "Settings",
-    "Wire",
-]
 
 NonFinite = Literal["drop", "raise"]
 Wire = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2", "topk"]
 GradientWire = Literal["auto", "fp32", "bf16", "int8", "int4"]
 Restore = Literal["auto", "on", "off"]
+MergeName = Literal["auto", "daso", "delta", "eager"]
+MERGES = get_args(MergeName)
 
 WIDE, NARROW, NARROWEST = "int8", "int4", "int2"
-# Bits of a number: int8 has a scale (fp32) for each 128, int4 and int2 one (bf16) for each 32, topk
-# a place and a number for 1 of 64.
+# Bits per number: int8 has an fp32 scale per 128 numbers, int4 and int2 a bf16 scale per 32, topk
+# an index and a value for 1 of 64.
 BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, WIDE: 8.25, NARROW: 4.5, NARROWEST: 2.5}
 BITS["topk"] = 0.5
 MiB = 1 << 20
@@ -51,52 +40,54 @@ BucketRule = Literal["auto", "search"]
 MOST_FRAGMENTS = 100_000
 NAMES = Rule(
     'a tuple of names, as ("queue", "*.hidden")',
-    lambda value: isinstance(value, tuple) and all(isinstance(one, str) and one for one in value),
+    lambda names: (
+        isinstance(names, tuple) and all(isinstance(name, str) and name for name in names)
+    ),
 )
 
 
 @validated_record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """How nodes exchange.
+    """Options of exchanges between nodes.
 
     Args:
-        algorithm: How the mean over nodes is taken. All but ``"mpi"`` add in a fixed order, bit for
-            bit reproducible. ``"direct"``: each node sends each its part, and the means back; two
-            swap all they have. ``"two-level"``: the same in groups of about as many as there are
-            groups, then between these. ``"halving"``: recursive halving and doubling, with groups
-            of the prime factors of the number of nodes. ``"ring"``: parts go round, for links that
-            are unequal. ``"planned"``: links between nodes are measured in time slots, at the
-            start and when exchanges take longer than before, and the plan and order of nodes that
-            suit them are taken, by all ranks after the same exchange: bits depend on links then.
-            ``"mpi"`` leaves it to MPI's ``Iallreduce``, for gradients and the fp32
-            wire alone. ``"auto"``: direct up to 16 nodes, then what costs least with messages of
-            64 KiB at the least; see `daso.plan.cost_model.choose_plan`.
-        chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire (of int4,
-            where that is chosen while training); less where they would hold more than 262,144
-            numbers, or between more than 16 nodes. From devices no less than 4,194,304 numbers,
-            for each message is encoded by launches of its own.
-        nonfinite: What happens when a node's delta holds NaN or infinity. ``"drop"``: all ranks
-            drop that exchange, say so, and the node starts again from the reference; the third
-            drop without two good exchanges in a row between raises. ``"raise"``: all ranks raise
-            at once.
-        timeout_seconds: How long a rank waits for another before it raises and names who is late.
-        fragments: Parts of the model that take turns: each exchange carries one, and each part is
-            exchanged every fragments * skip batches (Streaming DiLoCo).
-        gpu_direct: Whether MPI reads and writes the memory of CUDA devices, with a library that
-            says it is able to, and not with ``algorithm="mpi"``. Otherwise what crosses is
-            copied to pinned memory of the host. It is added on the device either way.
-        step_restoration: Whether an inner optimizer that divides by the size of its gradients (as
-            Adam does) steps longer between exchanges, by as much as the mean of all nodes' steps is
-            shorter than the step of one big batch; see `daso.plan.step_restoration`. ``"auto"``:
-            where a few steps of a copy of it show that it does; never with ``outer``, which has a
-            gain of its own, or ``wire="topk"``. Learning rates in ``param_groups`` stay the user's.
-        elastic: Whether training goes on when a rank is killed, without that rank's node: see
-            `docs/how-to/elastic.md`. Under Open MPI 5 or later, started by
-            ``mpirun --with-ft ulfm``, as ``daso run --elastic`` does; anywhere else it says so, and
-            the job ends.
-        keep_local: Names, or patterns as of `fnmatch`, of buffers and frozen parameters that stay
-            each rank's own, as queues and hidden states do: no call averages them.
+        algorithm: Algorithm of the mean over nodes. All but ``"mpi"`` add in a fixed order, bit for
+            bit reproducible. ``"direct"``: each node sends every other node its part, and sends the
+            mean of its own part back; two nodes swap everything. ``"two-level"``: the same in
+            groups of about as many nodes as groups, then between these. ``"halving"``: recursive
+            halving and doubling, with groups of the prime factors of the number of nodes.
+            ``"ring"``: parts travel round a ring, for unequal links. ``"planned"``: links between
+            nodes are measured in time slots, at the start and when exchanges slow down, and all
+            ranks switch to the fitting plan and order of nodes after the same exchange; bits depend
+            on the links then. ``"mpi"`` leaves it to MPI's ``Iallreduce``, for gradients and the
+            fp32 wire alone. ``"auto"``: direct up to 16 nodes, above that the cheapest plan with
+            messages of at least 64 KiB; see `daso.plan.cost_model.choose_plan`.
+        chunk_bytes: Bytes of a message between nodes, in the wire's encoding (of int4 with
+            ``wire="auto"``). Messages are smaller
+            where they would hold more than 262,144 numbers, or between more than 16 nodes. From
+            devices they hold at least 4,194,304 numbers, as each is encoded by launches of its own.
+        nonfinite: Response to NaN or infinity in a node's delta. ``"drop"``: all ranks drop that
+            exchange and log it, and the node restarts from the reference; the third drop without
+            two good exchanges in a row between raises. ``"raise"``: all ranks raise at once.
+        timeout_seconds: Seconds that a rank waits for another before it raises and names it.
+        fragments: Parts of the model that take turns (Streaming DiLoCo). Each exchange carries one
+            part, and each part is exchanged every fragments * skip batches.
+        gpu_direct: Whether MPI reads and writes the memory of CUDA devices. Needs an MPI library
+            that reports to be able to, and not ``algorithm="mpi"``. Otherwise payloads are copied
+            to pinned host memory. The sum is taken on the device either way.
+        step_restoration: Whether steps of Adam and similar optimizers are lengthened between
+            exchanges. The factor is measured: the mean of all nodes' steps is shorter than the step
+            of one big batch by as much; see `daso.plan.step_restoration`. ``"auto"``: where a few
+            steps of a copy of the optimizer show that it divides by the size of its gradients;
+            never with ``outer``, which has a gain of its own, or ``wire="topk"``. Learning rates in
+            ``param_groups`` stay the user's.
+        elastic: Whether training continues without the node of a rank that is killed. See
+            `docs/how-to/elastic.md`. Needs Open MPI 5 or later, started by
+            ``mpirun --with-ft ulfm``, as ``daso run --elastic`` does; elsewhere a warning is logged
+            and the job ends with the rank.
+        keep_local: Buffers and frozen parameters that each rank keeps for itself. Names, or
+            patterns as of `fnmatch`, such as queues and hidden states: no call averages them.
     """
 
     algorithm: Algorithm = "auto"
@@ -120,7 +111,7 @@ class Exchange:
                 )
 
     def keeps_own(self, name: str) -> bool:
-        """Return whether a buffer or frozen parameter stays each rank's own."""
+        """Return whether a buffer or frozen parameter stays local to each rank."""
         return any(fnmatchcase(name, pattern) for pattern in self.keep_local)
 
     def __post_init__(self) -> None:
@@ -143,38 +134,38 @@ class Exchange:
 @validated_record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """How gradients are averaged: inside a node, and between nodes in synchronous phases.
+    """Options of gradient averages: inside a node, and between nodes in synchronous phases.
 
     Args:
-        reducer: ``"bucketed"``: in the order in which they become ready, by the training thread, as
-            far as it comes by. ``"host"``: in that order too, added on the host by a thread of its
-            own. ``"prioritized"``: between nodes they cross in portions, those of layers near the
-            input first, in synchronous phases (which without a ``policy`` are all batches).
-        step: ``"model"``: backward ends with all gradients averaged, and a step is taken as a
-            whole. ``"layerwise"``: no step waits for all gradients in synchronous phases (which
-            without a ``policy`` are all batches): a layer's forward waits for its own, and the
-            optimizer's step for that layer is taken then. Until then, or `DASO.flush`, parameters
-            have their old values; clipping, GradScaler and closures need all gradients at once, and
-            ``"model"``. Gradients that are changed are refused, but for writes through ``.data``,
-            of which torch keeps no count. ``"auto"``: ``"layerwise"`` with ``"prioritized"``, which
-            gains little without, elsewhere ``"model"``.
-        priority: Which of the portions that are ready crosses next: ``"layer"``, the one needed
-            first; ``"lifo"``, ready last; ``"fifo"``, ready first.
-        bucket_bytes: Size from which a bucket of gradients counts as full and is averaged while
-            backward goes on, in bytes; the last ones are smaller. ``"auto"``: 25 MiB on GPUs, where
-            a bucket costs launches, and 4 MiB elsewhere (1 MiB with ``"host"``); ``"search"`` tries
-            sizes in the first hundreds of batches, keeps the fastest, and starts again when batches
-            come to take much longer or shorter. No bit of a sum in a fixed order depends on it
+        bucket_bytes: Bytes of gradients that fill a bucket. A full bucket is averaged while
+            backward continues; the last ones are smaller. ``"auto"``: 25 MiB on GPUs, where a
+            bucket costs launches, and 4 MiB elsewhere (1 MiB with ``"host"``); ``"search"`` tries
+            sizes in the first hundreds of batches, keeps the fastest, and restarts when batches
+            become much slower or faster. No bit of a sum in a fixed order depends on it
             (``Exchange(algorithm="mpi")`` has none from three nodes on, and in rings, and above 16
             nodes, the order follows sizes). With ``"prioritized"`` the size of portions, which
             cannot be searched; ``"auto"`` is that of ``link_efficiency``.
-        link_efficiency: Of portions whose size is ``"auto"``: the share of its rate that the link
-            between nodes is to reach with them, from 0.01 to 0.999; their size follows from what
-            messages cost, measured at the start (US 11941528 B2, claim 14).
-        wire: What gradients cross between nodes in, in synchronous phases: ``"fp32"``, ``"bf16"``,
-            ``"int8"`` or ``"int4"`` with a scale per 128 or 32 numbers. What these round away is
-            kept and added to the next gradient (error feedback; Seide et al. 2014). ``"auto"``:
-            fp32, and int4 where `Auto` averages gradients because that is cheap.
+        reducer: Order in which gradients are averaged, and the thread that does it. ``"bucketed"``:
+            as they become ready, by the training thread. ``"host"``: in that order too, added on
+            the host by a separate thread. ``"prioritized"``: in portions between nodes, those of
+            layers near the input first, in synchronous phases (without a ``policy``, all batches).
+        step: Whether an optimizer step covers the model or a layer. ``"model"``: backward ends with
+            all gradients averaged, and the step is taken as a whole. ``"layerwise"``: in
+            synchronous phases (without a ``policy``, all batches) a layer's forward waits for its
+            own gradients, and the optimizer's step for that layer is taken then. Until then, or
+            `DASO.flush`, parameters have their old values; clipping, GradScaler and closures need
+            all gradients at once, and ``"model"``. Changed gradients are refused, except for writes
+            through ``.data``, which torch does not count. ``"auto"``: ``"layerwise"`` with
+            ``"prioritized"``, which gains little without, elsewhere ``"model"``.
+        priority: Order of the portions that are ready. ``"layer"``: needed first; ``"lifo"``: ready
+            last; ``"fifo"``: ready first.
+        link_efficiency: Share of the link's rate to reach with portions, from 0.01 to 0.999. Sets
+            the size of portions whose size is ``"auto"``, from the cost of messages measured at the
+            start (US 11941528 B2, claim 14).
+        wire: Encoding of gradients between nodes, in synchronous phases. ``"fp32"``, ``"bf16"``,
+            ``"int8"`` or ``"int4"`` with a scale per 128 or 32 numbers. Rounding errors are kept
+            and added to the next gradient (error feedback; Seide et al. 2014). ``"auto"``: fp32,
+            and int4 or int8 where `Auto` averages gradients because that is cheap.
     """
 
     bucket_bytes: int | BucketRule = "auto"
@@ -213,11 +204,11 @@ class Gradients:
 
     @property
     def sizes_portions(self) -> bool:
-        """Whether the size of portions follows from what messages cost."""
+        """True if the size of portions follows from the cost of messages."""
         return self.reducer == "prioritized" and self.bucket_bytes == "auto"
 
     def first_bucket_bytes(self, *, on_gpu: bool) -> int | None:
-        """Return the size of buckets to begin with; None: the search says."""
+        """Return the initial size of buckets, or None if the search chooses it."""
         if self.bucket_bytes == "search":
             return None
         if self.bucket_bytes == "auto":
@@ -226,20 +217,43 @@ class Gradients:
         return self.bucket_bytes
 
 
+def check_merge(merge: str | float) -> None:
+    """Raise unless ``merge`` is a known name or a number between 0 and 1."""
+    if isinstance(merge, str):
+        if merge in MERGES:
+            return
+    elif isinstance(merge, int | float) and not isinstance(merge, bool) and 0 <= merge <= 1:
+        return
+    raise ConfigError(
+        f"merge must be one of {', '.join(MERGES)}, or a number between 0 and 1 (the weight of "
+        f"local parameters), not {merge!r}"
+    )
+
+
+def is_eager(merge: str | float, *, outer: bool) -> bool:
+    """Return whether merges are eager: nodes move to an estimated mean when they send."""
+    return merge == "eager" or (merge == "auto" and outer)
+
+
+def _derived() -> Any:
+    """Return a record field that is computed from other fields."""
+    return field(init=False, repr=False, compare=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to exchange: the optimizer's keywords as one record.
+    """The optimizer's keywords as one record.
 
     Args:
-        wire: What crosses between nodes for deltas: ``"fp32"``, ``"bf16"``, ``"fp16"``,
+        wire: Format of deltas between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``,
             ``"int8"`` with a scale per 128 numbers, ``"int4"`` and ``"int2"`` with a scale per 32,
-            or ``"topk"``: of every 4096 numbers the 64 largest. ``"auto"``: int4, and int2 where an
+            or ``"topk"``: the 64 largest of every 4096 numbers. ``"auto"``: int4, and int2 if an
             int4 exchange takes more than a batch with an optimizer that normalizes.
-        merge: How a mean that is some batches old is taken in; see `daso.plan.merge`.
+        merge: How a mean that is some batches old is merged; see `daso.plan.exchange`.
         outer: Whether an outer optimizer moves the reference.
-        exchange: How nodes exchange.
-        gradients: How gradients are averaged.
-        selective: Numbers of a model from which on its small tensors shall be exchanged more often;
+        exchange: Options of exchanges.
+        gradients: Options of gradient averages.
+        selective: Parameters of a model from which on its small tensors are exchanged more often;
             None: never.
     """
 
@@ -249,8 +263,22 @@ class Settings:
     gradients: Gradients
     outer: bool = False
     selective: int | None = None
+    # Computed from the keywords once, because every step reads them.
+    whole: bool = _derived()  # a backward ends with all gradients averaged
+    wires: tuple[str, ...] = _derived()  # that exchanges may use, the initial one first
+    eager: bool = _derived()  # see `is_eager`
+    sparse: bool = _derived()  # an exchange leaves out work, which must be kept
+    # Steps of a normalizing optimizer are made longer between exchanges.
+    may_restore_steps: bool = _derived()
+    # MPI sums between nodes, in its own order. Relative to the limit of a link, MPICH's sum takes
+    # 1.08 times as long with 2 nodes, but 2.78 with 3 and 1.68 with 4; in rank order 1.06, 1.06 and
+    # 1.07 (scripts/figures/exchange.json).
+    by_mpi: bool = _derived()
+    may_hide: bool = _derived()  # `Auto` may average gradients at every batch if that is cheap
+    hidden_wire: str = _derived()  # initial wire of these gradients
 
     def __post_init__(self) -> None:
+        self._derive()
         check("wire", self.wire, choice(*get_args(Wire)))
         check("selective", self.selective, either(whole(1), NONE))
         check_merge(self.merge)
@@ -281,69 +309,47 @@ class Settings:
                 f"but {self.gradients!r} has them otherwise; leave Gradients(reducer=, step=) out"
             )
 
-    @property
-    def whole(self) -> bool:
-        """Whether a backward ends with all gradients averaged."""
-        step, reducer = self.gradients.step, self.gradients.reducer
-        return step == "model" or (step == "auto" and reducer != "prioritized")
-
-    @property
-    def wires(self) -> tuple[str, ...]:
-        """Wires that exchanges may take, the first one first."""
-        return (NARROW, NARROWEST) if self.wire == "auto" else (self.wire,)
-
-    @property
-    def eager(self) -> bool:
-        """Whether nodes go ahead when they send."""
-        return is_eager(self.merge, outer=self.outer)
-
-    @property
-    def may_restore_steps(self) -> bool:
-        """Whether steps of an optimizer that normalizes are made longer between exchanges."""
-        return self.exchange.step_restoration != "off" and not self.outer and not self.sparse
-
-    @property
-    def sparse(self) -> bool:
-        """Whether an exchange leaves work behind that must not be lost."""
-        return self.wire == "topk"
+    def _derive(self) -> None:
+        """Compute the fields that follow from others."""
+        gradients, exchange = self.gradients, self.exchange
+        sparse, by_mpi = self.wire == "topk", exchange.algorithm == "mpi"
+        whole = {"model": True, "auto": gradients.reducer != "prioritized"}
+        restores = exchange.step_restoration != "off" and not self.outer and not sparse
+        derived = {
+            "whole": whole.get(gradients.step, False),
+            "wires": (NARROW, NARROWEST) if self.wire == "auto" else (self.wire,),
+            "eager": is_eager(self.merge, outer=self.outer),
+            "sparse": sparse,
+            "may_restore_steps": restores,
+            "by_mpi": by_mpi,
+            "may_hide": gradients.reducer == "bucketed" and not by_mpi and restores,
+            "hidden_wire": self.gradient_wire(hidden=True),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def small_tensors(self, numels: Sequence[int]) -> list[int]:
-        """Return which tensors of a model are exchanged alone, too."""
+        """Return the indices of tensors that are also exchanged alone."""
         return small_tensors(numels) if self.sends_small_tensors(sum(numels)) else []
 
     def sends_small_tensors(self, total: float) -> bool:
-        """Tell whether small tensors of a model of so many numbers are exchanged alone, too."""
+        """Return whether small tensors of a model with ``total`` parameters are exchanged alone."""
         whole = self.exchange.fragments == 1 and not self.sparse
         large = self.selective is not None and total >= self.selective
         return large and whole and not self.outer and not self.eager
 
     def small_share(self, numel: float, total: float) -> float:
-        """Return the share of the bytes of everything that small tensors have."""
+        """Return the share of small tensors in the bytes of an exchange of everything."""
         return numel / max(1, total)
 
-    @property
-    def by_mpi(self) -> bool:
-        """Whether MPI adds between nodes, in an order of its own.
-
-        Over what a link can carry, MPICH's sum takes 1.08 times with 2 nodes, but 2.78 with 3 and
-        1.68 with 4; in rank order it is 1.06, 1.06 and 1.07 (scripts/figures/exchange.json).
-        """
-        return self.exchange.algorithm == "mpi"
-
     def gradient_wire(self, *, hidden: bool, wide: bool = False) -> str:
-        """Return what gradients cross between nodes in.
+        """Return the wire format of gradients between nodes.
 
         Args:
-            hidden: They cross at every batch while that is cheap; see `Auto`.
-            wide: In 8 bits.
+            hidden: They are averaged at every batch while that is cheap; see `Auto`.
+            wide: Use 8 bits.
         """
         wire = self.gradients.wire
         if wire != "auto":
             return wire
         return (WIDE if wide else NARROW) if hidden else "fp32"
-
-    @property
-    def may_hide(self) -> bool:
-        """Whether `Auto` may average gradients at every batch where that is cheap."""
-        ordered = self.gradients.reducer == "bucketed" and not self.by_mpi
-        return ordered and self.may_restore_steps

@@ -16,13 +16,11 @@ from daso.errors import ConfigError
 from daso.plan.schedule import Measurements, PlateauState, State, SyncPhase
 from daso.plan.small_tensors import SMALL_PERIOD, SmallTensors
 
-__all__ = ["Fixed", "Plateau", "Qsr", "Replay", "observe"]
-
 
 @validated_record
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """The same skip and wait all the time, after an optional synchronous warm-up.
+    """Constant skip and wait, after an optional synchronous warm-up.
 
     Args:
         skip: Batches from one global exchange to the next; at least 1.
@@ -49,7 +47,7 @@ class Fixed:
         return State() if self.warmup else State(skip=self.skip, wait=self.wait)
 
     def tune_batch(self, state: State) -> State:
-        """Leave the warm-up when its batches are over."""
+        """Leave the warm-up after its batches."""
         if self.warmup and state.synchronous and state.batch >= self.warmup:
             return replace(state, skip=self.skip, wait=self.wait)
         return state
@@ -81,7 +79,7 @@ class Plateau:
         max_skip: Largest number of batches between exchanges.
         threshold: Relative improvement of the loss that counts.
         patience: Epochs in a row without improvement with which the loss has stalled. Heat's DASO
-            and torch's ReduceLROnPlateau bear that many and stall with the next: 2 there is 3 here.
+            and torch's ReduceLROnPlateau allow that many and stall at the next: 2 there is 3 here.
     """
 
     epochs: int
@@ -95,7 +93,9 @@ class Plateau:
         for name, least in (("epochs", 1), ("warmup", 0), ("cooldown", 0), ("max_skip", 1)):
             check(f"Plateau.{name}", getattr(self, name), whole(least))
         check("Plateau.patience", self.patience, whole(1))
-        below_one = Rule("a number in [0, 1)", lambda one: number(0, 1).holds(one) and one < 1)
+        below_one = Rule(
+            "a number in [0, 1)", lambda value: number(0, 1).holds(value) and value < 1
+        )
         check("Plateau.threshold", self.threshold, below_one)
         if self.warmup + self.cooldown > self.epochs:
             raise ConfigError(
@@ -143,10 +143,10 @@ class Plateau:
 def observe(
     state: PlateauState, loss: float, *, threshold: float, patience: int
 ) -> tuple[bool, PlateauState]:
-    """Take in one epoch's loss.
+    """Return whether the loss has stalled after an epoch, and the detector's next state.
 
-    An epoch improves when ``loss < best * (1 - threshold)`` for a positive best, and when it lies
-    below best by ``threshold * |best|`` in general. A loss that is not finite is a bad epoch.
+    An epoch improves if ``loss < best * (1 - threshold)`` for a positive best, and in general if it
+    is below best by ``threshold * |best|``. A loss that is not finite is a bad epoch.
     """
     best = state.best
     improved = loss - loss == 0 and (best is None or loss < best - threshold * abs(best))
@@ -161,19 +161,19 @@ def observe(
 @validated_record
 @dataclass(frozen=True, slots=True)
 class Qsr:
-    """Quadratic synchronization rule: the smaller the learning rate, the rarer the exchanges.
+    """Quadratic synchronization rule: exchanges become less frequent as the learning rate falls.
 
-    H = max(skip, floor((alpha / lr)**2)), chosen anew at every exchange from the learning rate that
-    all ranks agreed on with it. Gu et al. 2023, arXiv 2310.14423. Needs a learning rate that
-    decays (while it rises, as in warm-up, H is skip), and an alpha that is tuned: start from the
-    peak rate times the square root of skip.
+    H = max(skip, floor((alpha / lr)**2)), chosen at every exchange from the learning rate that all
+    ranks agreed on with it. Gu et al. 2023, arXiv 2310.14423. Needs a learning rate that decays
+    (while it rises, as in warm-up, H is skip), and a tuned alpha: start from the peak rate times
+    the square root of skip.
 
     Args:
         alpha: Learning rate at which H is 1.
-        skip: Least batches between exchanges (the paper's H_base).
-        wait: Batches an exchange may take in the background; at most ``skip``, and at least 1 where
-            skip is 1: in a synchronous phase there is no exchange at which to choose.
-        max_skip: Most batches between exchanges; H grows without bound as the rate goes to 0.
+        skip: Minimum batches between exchanges (the paper's H_base).
+        wait: Batches an exchange may take in the background; at most ``skip``, and at least 1 if
+            skip is 1: in a synchronous phase no exchange happens at which to choose.
+        max_skip: Maximum batches between exchanges; H grows without bound as the rate goes to 0.
     """
 
     alpha: float
@@ -203,9 +203,9 @@ class Qsr:
         return state
 
     def tune_exchange(self, state: State, measurements: Measurements) -> State:
-        """Choose skip for the round that begins; before the rate has fallen, the least."""
+        """Choose skip for the next round; the minimum until the learning rate has fallen."""
         before = state.measurements.lr
-        if not before or measurements.lr > before:  # it is small where it warms up, too
+        if not before or measurements.lr > before:  # the rate is small in its warm-up, too
             return replace(state, skip=self.skip)
         if self.alpha >= measurements.lr * math.sqrt(self.max_skip):
             return replace(state, skip=self.max_skip)
@@ -218,16 +218,17 @@ class Qsr:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Repeats what a policy decided in a run, so that one process can go through it again.
+    """Repeats the decisions of a run, so that one process can replay it.
 
     Args:
         history: ``report()["skip_history"]`` of the run: (batch, skip, wait), first for batch 0.
-        hidden: Batches from which on the run was synchronous because backward hid it: of `Auto`,
-            those with skip 1 and wait 0 but for its warm-up.
-        selective: As the run's policy had it.
+        hidden: Batches at which the run became synchronous because that was cheap: with `Auto`,
+            those with skip 1 and wait 0, except its warm-up.
+        selective: Value of the run's policy.
         small: ``report()["small_history"]`` of the run: (batch, batches from one exchange of small
             tensors to the next).
-        wide: ``report()["wide_history"]`` of the run: (batch, whether gradients cross in 8 bits).
+        wide: ``report()["wide_history"]`` of the run: (batch, whether gradients are sent in 8
+            bits).
     """
 
     history: tuple[tuple[int, int, int], ...]
@@ -252,7 +253,7 @@ class Replay:
         return State(skip=skip, wait=wait, hidden=0 in self.hidden, small=small, sync=sync)
 
     def tune_batch(self, state: State) -> State:
-        """Do after a batch what was done after it."""
+        """Return the state that the run had after this batch."""
         for batch, skip, wait in self.history[1:]:
             if batch == state.batch:
                 state = replace(state, skip=skip, wait=wait, hidden=batch in self.hidden)
@@ -265,11 +266,11 @@ class Replay:
         return state
 
     def tune_exchange(self, state: State, measurements: Measurements) -> State:  # noqa: ARG002 - the protocol's
-        """Change nothing: the log says it for the batch."""
+        """Change nothing: `tune_batch` replays the decisions."""
         return state
 
     def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
-        """Change nothing: the log says it for the batch."""
+        """Change nothing: `tune_batch` replays the decisions."""
         return state
 
 

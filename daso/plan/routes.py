@@ -1,9 +1,9 @@
-"""Routes: which plan of a mean suits links that are unequal, from what each pair of ranks measured.
+"""Chooses an all-reduce plan for unequal links, from the measured rate between each pair of ranks.
 
-A plan is as fast as the slowest of its ranks on each level. Where racks are joined by thin links,
-little must cross there: sums over a rack are made first, and cross once. On a ring, the order of
-ranks decides which links are used at all. A rank whose own link is thin should add nothing: then it
-sends its row once and receives the mean once, where an equal part costs it nearly twice as much.
+A plan is as fast as its slowest rank on each level. If slow links connect racks, little data should
+use them: sums over a rack are computed first, and sent once. On a ring, the order of ranks decides
+which links are used at all. A rank with a slow link should not reduce anything: then it sends its
+buffer once and receives the mean once; an equal part would nearly double its traffic.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,24 +12,22 @@ from statistics import fmean, median
 
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
 
-__all__ = ["has_changed", "plan_routes", "racks", "ring_order", "seconds_of", "shares_of"]
-
 Rates = Sequence[Sequence[float]]  # bytes per second from a rank (row) to another (column)
 
-NEAR = 0.5  # of the widest links: what is as wide joins ranks of one rack
-BETTER = 0.8  # of the direct plan's seconds: for less it is not left
-CHANGED = 1.5  # times as long as before, or as short: links are others
-LATELY = 2  # exchanges in a row that must be
-UNITS = 16  # of what each adds where all add as much: shares are whole numbers of them
-KNOWN = 4  # exchanges before, from which it is known what is usual
-RING_MOST = 64  # ranks of a ring whose order is looked for, which takes as their cube
-SWEEPS = 8  # of looking for a better order, at the most
+SAME_RACK = 0.5  # of the fastest links: a faster link connects ranks of one rack
+MIN_IMPROVEMENT = 0.8  # of the direct plan's seconds: only a faster plan replaces it
+CHANGE_FACTOR = 1.5  # of exchange seconds, up or down: links have changed
+RECENT = 2  # consecutive exchanges that must show it
+SHARE_UNITS = 16  # units of an equal share: shares are integers
+MIN_HISTORY = 4  # earlier exchanges that define the usual seconds
+MAX_RING = 64  # ranks of a ring whose order is optimized, in cubic time
+MAX_SWEEPS = 8  # of the search for a better order
 
 
 def plan_routes(rates: Rates) -> AllReducePlan:
-    """Return the plan that takes least on links of such rates; the same on every rank.
+    """Return the fastest plan on links of these rates; the same on every rank.
 
-    Direct unless another is better by a fifth at least.
+    The direct plan is kept unless another is faster by at least a fifth.
     """
     peers = len(rates)
     if peers <= 2:
@@ -37,12 +35,12 @@ def plan_routes(rates: Rates) -> AllReducePlan:
     plans = [*_candidates(rates)]
     best = min(plans, key=lambda plan: seconds_of(plan, rates))
     direct = direct_plan(peers)
-    return best if seconds_of(best, rates) < BETTER * seconds_of(direct, rates) else direct
+    return best if seconds_of(best, rates) < MIN_IMPROVEMENT * seconds_of(direct, rates) else direct
 
 
 def _candidates(rates: Rates) -> Iterator[AllReducePlan]:
     peers, groups = len(rates), racks(rates)
-    if peers <= RING_MOST:
+    if peers <= MAX_RING:
         yield AllReducePlan((Level(peers, "ring"),), ring_order(rates))
     if _links_are_own(rates):
         yield AllReducePlan((Level(peers),), shares=shares_of(rates))
@@ -55,10 +53,10 @@ def _candidates(rates: Rates) -> Iterator[AllReducePlan]:
 
 
 def seconds_of(plan: AllReducePlan, rates: Rates) -> float:
-    """Return how long a mean of one byte takes by a plan, latency apart.
+    """Return the seconds of a mean of one byte by a plan, without latency.
 
-    What is measured in slots is shared in slots: the slowest link of each counts, since all that
-    crosses a thin link between racks shares it.
+    Rates were measured in time slots, and the slowest link of a slot counts, since all messages
+    over a slow link between racks share it.
     """
     if plan.shares:
         return _direct_seconds(plan.shares, rates)
@@ -74,7 +72,7 @@ def seconds_of(plan: AllReducePlan, rates: Rates) -> float:
 
 
 def _direct_seconds(shares: Sequence[int], rates: Rates) -> float:
-    """Return how long it takes where each adds such a share: what keeps the busiest link busy."""
+    """Return the seconds of a direct plan with these shares: those of the busiest link."""
     peers, total = len(shares), sum(shares)
     return max(
         (1 + share / total * (peers - 2)) / width
@@ -83,57 +81,57 @@ def _direct_seconds(shares: Sequence[int], rates: Rates) -> float:
 
 
 def _widths(rates: Rates) -> list[float]:
-    """Return how wide each rank's own link is: as wide as the widest way over it."""
+    """Return the rate of each rank's own link: the highest rate to any other rank."""
     ranks = range(len(rates))
-    return [max(_both(rates, one, other) for other in ranks if other != one) for one in ranks]
+    return [max(_both(rates, rank, other) for other in ranks if other != rank) for rank in ranks]
 
 
 def _links_are_own(rates: Rates) -> bool:
-    """Return whether what is between two ranks is about as wide as the thinner of their links."""
+    """Return whether the rate between any two ranks is about that of the slower of their links."""
     widths, ranks = _widths(rates), range(len(rates))
     return all(
-        _both(rates, one, other) >= NEAR * min(widths[one], widths[other])
-        for one in ranks
-        for other in ranks[:one]
+        _both(rates, rank, other) >= SAME_RACK * min(widths[rank], widths[other])
+        for rank in ranks
+        for other in ranks[:rank]
     )
 
 
 def shares_of(rates: Rates) -> tuple[int, ...]:
-    """Return how much of a row each rank should add, by the width of its own link.
+    """Return the share of a buffer that each rank should reduce, by the rate of its link.
 
-    Of p ranks one that adds share s sends 1 - s of its row to be added, and s of the mean to each
-    of p - 1: 1 + s (p - 2) in all. So all links are as busy where s (p - 2) = T width - 1, for the
-    T with which shares sum to 1, and who would get less than nothing adds nothing.
+    Of p ranks, a rank that reduces share s sends 1 - s of its buffer, and s of the mean to each of
+    p - 1 others: 1 + s (p - 2) in total. All links are equally busy if s (p - 2) = T width - 1, for
+    the T with which shares sum to 1. A rank with a negative share reduces nothing.
     """
     peers, widths = len(rates), _widths(rates)
     adding = [*range(peers)]
     while True:
-        seconds = (peers - 2 + len(adding)) / sum(widths[one] for one in adding)
-        left = [one for one in adding if seconds * widths[one] >= 1]
+        seconds = (peers - 2 + len(adding)) / sum(widths[rank] for rank in adding)
+        left = [rank for rank in adding if seconds * widths[rank] >= 1]
         if left == adding:
             break
         adding = left
-    share = {one: (seconds * widths[one] - 1) / (peers - 2) for one in adding}
-    return tuple(round(UNITS * peers * share.get(one, 0.0)) for one in range(peers))
+    share = {rank: (seconds * widths[rank] - 1) / (peers - 2) for rank in adding}
+    return tuple(round(SHARE_UNITS * peers * share.get(rank, 0.0)) for rank in range(peers))
 
 
 def _slowest(groups: Sequence[Sequence[int]], turn: int, rates: Rates) -> float:
-    """Return the rate of the slowest link where each sends to so many after it in its group."""
+    """Return the rate of the slowest link if each rank sends to the ``turn``-th after it."""
     return min(
-        rates[rank][group[(here + turn) % len(group)]]
+        rates[rank][group[(index + turn) % len(group)]]
         for group in groups
-        for here, rank in enumerate(group)
+        for index, rank in enumerate(group)
     )
 
 
 def racks(rates: Rates) -> list[list[int]]:
-    """Group ranks whose links among each other are on average near as wide as a rank's widest."""
+    """Group ranks whose mean rate to each other is at least half of the typical highest rate."""
     each = [max(row[:rank] + row[rank + 1 :]) for rank, row in enumerate(map(list, rates))]
     widest = median(each)
     groups: list[list[int]] = []
     for rank in range(len(rates)):
         for group in groups:
-            if fmean(_both(rates, rank, other) for other in group) >= NEAR * widest:
+            if fmean(_both(rates, rank, other) for other in group) >= SAME_RACK * widest:
                 group.append(rank)
                 break
         else:
@@ -142,12 +140,12 @@ def racks(rates: Rates) -> list[list[int]]:
 
 
 def ring_order(rates: Rates) -> tuple[int, ...]:
-    """Return an order of ranks on a ring whose narrowest link is wide: 2-opt from the nearest."""
+    """Return an order of ranks on a ring with a fast slowest link: nearest neighbor, then 2-opt."""
     left, order = set(range(1, len(rates))), [0]
     while left:
         order.append(max(sorted(left), key=lambda rank: _both(rates, order[-1], rank)))
         left.remove(order[-1])
-    for _ in range(SWEEPS):
+    for _ in range(MAX_SWEEPS):
         width, before = _width(order, rates), order
         for i in range(1, len(order) - 1):
             for j in range(i + 1, len(order)):
@@ -159,21 +157,21 @@ def ring_order(rates: Rates) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _both(rates: Rates, one: int, other: int) -> float:
-    """Return the rate of the slower direction."""
-    return min(rates[one][other], rates[other][one])
+def _both(rates: Rates, rank: int, other: int) -> float:
+    """Return the rate between two ranks in the slower direction."""
+    return min(rates[rank][other], rates[other][rank])
 
 
 def _width(order: Sequence[int], rates: Rates) -> tuple[float, float]:
-    """Return the narrowest link of a ring, and then how wide all are together."""
+    """Return a sort key of a ring: the rate of its slowest link, then the total of all links."""
     links = [rates[a][b] for a, b in pairwise([*order, order[0]])]
     return min(links), -sum(1 / link for link in links)
 
 
 def has_changed(seconds: Sequence[float]) -> bool:
-    """Return whether exchanges of one kind, the last ones last, take much longer or shorter now."""
-    if len(seconds) < KNOWN + LATELY:
+    """Return whether the latest exchanges take much longer or shorter than the earlier ones."""
+    if len(seconds) < MIN_HISTORY + RECENT:
         return False
-    usual = sorted(seconds[:-LATELY])[(len(seconds) - LATELY - 1) // 2]
-    lately = seconds[-LATELY:]
-    return min(lately) > CHANGED * usual or max(lately) < usual / CHANGED
+    usual = sorted(seconds[:-RECENT])[(len(seconds) - RECENT - 1) // 2]
+    recent = seconds[-RECENT:]
+    return min(recent) > CHANGE_FACTOR * usual or max(recent) < usual / CHANGE_FACTOR

@@ -1,69 +1,67 @@
-"""When small tensors are exchanged alone, between two exchanges of everything.
+"""Schedule of exchanges of small tensors alone, between two exchanges of everything.
 
-Early convolutions, norms and biases: nodes that train by SGD lose most where these drift apart.
-How often they go follows from what one takes of training, measured on all ranks.
+These are early convolutions, norms and biases. With SGD, drift of these tensors costs most
+accuracy. The period follows from the measured training time that one such exchange takes.
 """
 
 import math
 from dataclasses import dataclass, replace
 
-__all__ = ["SMALL_PERIOD", "SMALL_WAIT", "SmallTensors"]
-
-SMALL_PERIOD = 2  # batches from one exchange of small tensors to the next, at least
-SMALL_WAIT = 2  # batches that one may take: with fewer, ranks wait more for who is slow for once
-# Batches between them, at most: at every 4th they gain little (scripts/figures/selective.json).
-LONGEST = 3
-MEMORY = 0.9  # of what one takes, from one exchange of everything to the next without any
+SMALL_PERIOD = 2  # minimum batches from one exchange of small tensors to the next
+SMALL_WAIT = 2  # batches that one may take: with fewer, ranks wait more for occasional slow ranks
+# Maximum batches between them: every 4th batch gains little (scripts/figures/selective.json).
+MAX_PERIOD = 3
+DECAY = 0.9  # of the measured seconds, per exchange of everything without one of small tensors
 
 
 @dataclass(frozen=True, slots=True)
 class SmallTensors:
-    """Where exchanges of small tensors alone stand."""
+    """State of the exchanges of small tensors alone."""
 
-    # Of the bytes of an exchange of everything, at most, theirs; 0: they do not go alone.
+    # Maximum share of their bytes in an exchange of everything; 0: they are never sent alone.
     share: float = 0.0
     period: int = SMALL_PERIOD  # batches from one to the next; 0: none
-    seconds: float = 0.0  # that one takes from training, lately; 0: not measured yet
-    last: int = 0  # batch after which they were sent alone last
-    in_flight: bool = False  # what is in flight is they alone
+    seconds: float = 0.0  # recent training time lost to one exchange; 0: not measured yet
+    last: int = 0  # batch of the last exchange of small tensors alone
+    in_flight: bool = False  # the exchange in flight carries only small tensors
 
     def begin(self, share: float) -> "SmallTensors":
-        """Return how training begins, or goes on, with tensors of this share."""
+        """Return the state in which training starts, or is resumed, with tensors of this share."""
         return replace(self, share=share, period=(self.period or SMALL_PERIOD) if share else 0)
 
     def is_due(self, batch: int, *, last: int, skip: int, wait: int) -> bool:
-        """Tell whether they go now: some batches after, and before, they go with everything.
+        """Return whether they are sent alone now, between two exchanges of everything.
 
         Args:
-            batch: That is over.
-            last: After which everything was sent.
-            skip: Batches from there to the next time.
-            wait: Batches that everything takes at most, of which they take their share.
+            batch: The batch that has just ended.
+            last: Batch after which everything was sent.
+            skip: Batches from there to the next exchange of everything.
+            wait: Maximum batches that an exchange of everything takes.
         """
         since = batch - max(last, self.last)
-        return self.go_alone(wait) and min(since, last + skip - batch) >= self.period
+        return self.are_separate(wait) and min(since, last + skip - batch) >= self.period
 
     def sent(self, batch: int) -> "SmallTensors":
-        """Return how it is when they were sent alone."""
+        """Return the state after small tensors were sent alone."""
         return replace(self, last=batch, in_flight=True)
 
     def measured(self, seconds: float) -> "SmallTensors":
-        """Take in what one took: where none went, 0, one is tried in a while."""
+        """Return the state after a measurement; 0 (no exchange) lets the estimate decay."""
         if not seconds:
-            return replace(self, seconds=MEMORY * self.seconds)
+            return replace(self, seconds=DECAY * self.seconds)
         return replace(self, seconds=(self.seconds + seconds) / 2 if self.seconds else seconds)
 
     def period_within(self, seconds: float) -> int:
-        """Return how many batches apart they take no more than so much of each; 0: none go."""
+        """Return the period with which they take at most ``seconds`` per batch; 0: none does."""
         if seconds <= 0 or not self.share:
             return self.period
         batches = self.seconds / seconds
-        return max(SMALL_PERIOD, math.ceil(batches)) if batches <= LONGEST else 0
+        return max(SMALL_PERIOD, math.ceil(batches)) if batches <= MAX_PERIOD else 0
 
-    def go_alone(self, wait: int) -> bool:
-        """Tell whether they do, where everything takes so many batches at most."""
+    def are_separate(self, wait: int) -> bool:
+        """Return whether they are exchanged alone if everything takes up to ``wait`` batches."""
         return 0 < self.share * wait <= 0.8 * SMALL_WAIT and self.period > 0
 
-    def stay_behind(self, wait: int) -> bool:
-        """Tell whether they go alone, and everything takes longer: they stay meanwhile."""
-        return wait > SMALL_WAIT and self.go_alone(wait)
+    def are_held_back(self, wait: int) -> bool:
+        """Return whether an exchange of everything holds back exchanges of small tensors."""
+        return wait > SMALL_WAIT and self.are_separate(wait)

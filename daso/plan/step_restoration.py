@@ -1,9 +1,9 @@
-"""How much longer an optimizer that normalizes has to step where nodes average what it did.
+"""Gain of the learning rate that restores the step length of a normalizing optimizer.
 
-Adam and its kin divide by the size of their gradients, noise included. A node alone sees the noise
-of its own batch; all nodes together would see less of it. So the mean of what P nodes did points
-the right way, and is shorter than the step of one big batch: up to sqrt(P) times, where gradients
-are all noise. Averaging more often does not mend that; a longer step does.
+Adam and similar optimizers divide by the size of their gradients, including noise. A single node
+sees the noise of its own batch; a batch of all nodes has less noise. So the mean of the steps of P
+nodes has the right direction, but is shorter than the step of one large batch: up to sqrt(P) times,
+if gradients are only noise. Averaging more often does not change that; a longer step does.
 
 With m = |mean delta|^2, d = the mean of |delta - mean delta|^2 over nodes, n the batches in a delta
 and b the momentum, the noise of n steps that share a momentum adds up as
@@ -15,26 +15,15 @@ S = max(0, m - d / (P - 1)) / n^2, and the step needs the gain sqrt((S + N) / (S
 square root rule of Malladi et al. 2022, arXiv 2205.10287, and Wang et al. 2024, arXiv 2402.18824,
 with the noise measured.) Plain SGD is linear in its gradients and needs none.
 
-That is so once the running mean of squares, by which the optimizer divides, has seen the noise of
-single nodes. After synchronous steps it remembers that of all of them: then the step is as long as
-it should be, and only a share of the gain is needed, the share of that memory which single nodes
-made.
+This holds once the running mean of squares, by which the optimizer divides, contains the noise of
+single nodes. After synchronous steps it contains that of the large batch, and the step is as long
+as it should be. Then only a share of the gain is needed: the share of single nodes in the running
+mean (`daso.plan.schedule.next_noise_share`).
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
-
-__all__ = [
-    "momentum_noise",
-    "next_gain",
-    "next_noise_share",
-    "rate_of",
-    "required_gain",
-    "shared_gain",
-]
-
-SMOOTHING = 0.3  # part of the way to what was measured that the gain goes with each exchange
 
 
 def momentum_noise(batches: int, momentum: float) -> float:
@@ -42,7 +31,7 @@ def momentum_noise(batches: int, momentum: float) -> float:
     b, n = momentum, batches
     if b == 0.0:
         return 1.0
-    # The sum over 0 < j < n of (1 - j / n) * b^j, worked out.
+    # The closed form of the sum over 0 < j < n of (1 - j / n) * b^j.
     inner = b / (1 - b) - b * (1 - b**n) / (n * (1 - b) ** 2)
     return (1 - b) / (1 + b) * (1 + 2 * inner)
 
@@ -50,7 +39,15 @@ def momentum_noise(batches: int, momentum: float) -> float:
 def required_gain(
     distance: float, moved: float, *, nodes: int, batches: int, momentum: float
 ) -> float:
-    """Return the gain that makes the mean of all nodes' steps as long as one big batch's."""
+    """Return the gain that makes the mean of all nodes' steps as long as one large batch's.
+
+    Args:
+        distance: Sum over nodes of the squared distance of a delta from the mean delta.
+        moved: Sum over nodes of the squared length of the mean delta.
+        nodes: Number of nodes.
+        batches: Batches in a delta.
+        momentum: Of the optimizer.
+    """
     if nodes < 2 or batches < 1 or not 0 < distance + moved < math.inf:
         return 0.0
     d, m = distance / nodes, moved / nodes
@@ -61,25 +58,7 @@ def required_gain(
     return min(max(1.0, math.sqrt((signal + noise) / (signal + noise / nodes))), math.sqrt(nodes))
 
 
-def next_noise_share(share: float, *, batch: int, memory: float, synchronous: bool) -> float:
-    """Return which share of a running mean of squares saw the noise of single nodes."""
-    kept = 1.0 - (1.0 - memory) / (1.0 - memory**batch)
-    return share * kept if synchronous else 1.0 - (1.0 - share) * kept
-
-
-def shared_gain(gain: float, share: float) -> float:
-    """Return the gain where only a share of the memory saw the noise of single nodes."""
-    if share in (0.0, 1.0):  # to the bit
-        return gain if share else 1.0
-    return math.sqrt(1.0 + (gain * gain - 1.0) * share)
-
-
-def next_gain(gain: float, required: float) -> float:
-    """Return the factor for the rate of the steps to come."""
-    return gain + SMOOTHING * (required - gain) if required else gain
-
-
 def rate_of(group: Mapping[str, Any], default: float) -> float:
-    """Return a parameter group's learning rate, where it has one: None is for some their own."""
+    """Return a parameter group's learning rate, or ``default`` if it is absent or None."""
     rate = group.get("lr")
     return default if rate is None else float(rate)

@@ -1,54 +1,148 @@
-"""A program of the user's on a machine that is slowed down to imitate another one."""
+"""Runs a program on this machine, slowed down to emulate another machine."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from daso.comm.emulation import LinkModel, throttled
+from daso import trace
+from daso.comm.control import gather
+from daso.comm.emulation import LinkModel, sleep_for, throttled
 from daso.comm.topology import Topology, default
 from daso.errors import ConfigError
-from daso.predict.link_trials import link_is_off_by
-from daso.predict.measure import world_of_launch
-from daso.predict.step_times import StepTimes
-from daso.predict.throttle_plan import ThrottlePlan
-from daso.predict.throttles.compute import ComputePadding
-from daso.predict.throttles.copies import CopyDelay
-from daso.predict.throttles.disk import DiskDelay, DiskRates
-from daso.predict.throttles.memory import MemoryHog
+from daso.predict.copy_sweep import MOST_OFF, CopyDelay
+from daso.predict.measure import link_is_off_by, world_of_launch
+from daso.predict.throttle_plan import LABELS, NOTHING, ThrottlePlan, without
+from daso.predict.throttles import ComputePadding, DiskDelay, DiskRates, MemoryHog
 
-__all__ = ["simulate_target"]
 
-MOST_OFF = 0.05  # of what a throttle is to bring about
-NOTHING = 1.005  # a factor below which a part is left as it is
+class StepTimes:
+    """Durations of this thread's steps: of daso's optimizers, or of the first torch optimizer.
+
+    It also throttles the part of a torch optimizer's steps that no padding covers.
+    """
+
+    def __init__(self, plan: ThrottlePlan) -> None:
+        self.plan = plan
+        self.seconds: list[float] = []  # of steps, in order
+        self.left_out: list[str] = []  # sentences on parts that cannot be slowed down
+        self.padding: ComputePadding | None = None
+        self.disk: DiskDelay | None = None
+        self.effects: dict[str, Callable[[], bool]] = {}  # by throttle: whether it slowed anything
+        self._factor, self._thread = plan.compute_factor, 0
+        self._optimizer: int | None = None  # id of the optimizer whose steps count, once known
+        self._of_daso = self._settled = False
+        self._ended = self._own = 0.0  # end of the last step, and seconds computed until then
+
+    def __enter__(self) -> "StepTimes":
+        """Start recording the steps of this thread."""
+        self._thread = threading.get_ident()
+        self._hook = register_optimizer_step_post_hook(self._after_any_step)
+        trace.watch(self._after_span)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop recording."""
+        self._hook.remove()
+        trace.watch(None)
+
+    @property
+    def is_slowed(self) -> bool:
+        """Return whether any throttle has slowed the program."""
+        return any(has_effect() for has_effect in self.effects.values())
+
+    def padded_seconds(self) -> float:
+        """Return the seconds added inside steps; their code then stretches the steps itself."""
+        self._settled = True
+        return 0.0 if self.padding is None else self.padding.seconds
+
+    def _after_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._of_daso or threading.get_ident() != self._thread:
+            return
+        self._optimizer = self._optimizer or id(optimizer)
+        if self._optimizer == id(optimizer):
+            self._end_step()
+
+    def _after_span(self, kind: int) -> None:
+        if kind != trace.STEP or threading.get_ident() != self._thread:
+            return
+        if not self._of_daso:  # so far the inner optimizer's steps were recorded
+            self._of_daso, self._ended = True, 0.0
+            self.seconds.clear()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        own = self._own_seconds()
+        if self._ended and not self._settled:
+            sleep_for((self._factor - 1) * (own - self._own))
+        if self.disk is not None:
+            self.disk.settle()
+        self._settled, self._own = False, self._own_seconds()
+        now = time.perf_counter()
+        if self._ended:
+            self.seconds.append(now - self._ended)
+        self._ended = now
+
+    def _own_seconds(self) -> float:
+        """Return this thread's computing time so far that no padding covers."""
+        if self.padding is None:
+            # A device also computes while its thread waits.
+            return time.perf_counter() if torch.cuda.is_available() else time.thread_time()
+        padding = self.padding
+        return time.thread_time() - padding.in_operations - (padding.seconds - padding.slept)
+
+
+class _WatchedLink(LinkModel):
+    """An emulated link that records whether it was used."""
+
+    used = False
+
+    def seconds(self, nbytes: int, messages: int = 1) -> float:
+        """Return the minimum seconds that the link is occupied."""
+        seconds = super().seconds(nbytes, messages)
+        self.used = self.used or seconds > 0
+        return seconds
 
 
 @contextmanager
 def simulate_target(plan: ThrottlePlan, topology: Topology | None = None) -> Iterator[StepTimes]:
-    """Slow this machine down to imitate another one, for optimizers that are wrapped meanwhile.
+    """Slow this machine down to emulate another, for optimizers that are wrapped meanwhile.
 
-    What the plan counts is held to its rates, each throttle tried out before: the link between
-    nodes, for `daso.DASO` with any reducer and `ParameterServer`; computing, by pauses after
-    operations on the CPU and at the end of steps; memory, by a thread that copies; copies to a
-    device, by copying more; the disk, by standing still after steps. Step times that are taken then
-    go to `daso.predict.estimate`.
+    Each part in the plan is limited to its rate, and each throttle is tested first: the link
+    between nodes, for `daso.DASO` with any reducer and `ParameterServer`; computing, by pauses
+    after operations on the CPU and at the end of steps; memory, by a copying thread; copies to a
+    device, by additional bytes; the disk, by pauses after steps. Pass the recorded step times to
+    `daso.predict.estimate`.
 
     Args:
-        plan: What is at hand, and what is imitated.
-        topology: Whose ranks take part; found from MPI if None.
+        plan: The current machine and the target.
+        topology: Topology of the ranks; None: MPI's world.
 
     Yields:
-        The times of steps that optimizers take meanwhile: ``seconds``.
+        The recorded steps; ``seconds`` are their durations.
 
     Raises:
-        ConfigError: The plan counts a link and there are no two nodes, or a throttle is more than
-            5 % off what the plan asks (memory: 10 %): the current machine's link, say, is slower
-            than it was given. On every rank.
+        ConfigError: The plan has a link but the world has one node, or a throttle is more than 5 %
+            off its rate (memory: 10 %), for example because the current machine's link is slower
+            than stated. On every rank.
 
     Collective over the world; blocking, for some seconds.
     """
+    with emulated(plan, topology) as steps:
+        yield steps
+
+
+@contextmanager
+def emulated(
+    plan: ThrottlePlan, topology: Topology | None = None, optional: Collection[str] = ()
+) -> Iterator[StepTimes]:
+    """Slow this machine down like `simulate_target`; skip optional rates that cannot be held."""
     if plan.has_link:
         topology = topology or default()
         if topology.nodes < 2:
@@ -57,93 +151,111 @@ def simulate_target(plan: ThrottlePlan, topology: Topology | None = None) -> Ite
                 "ranks at least, each a pretend node (--ranks-per-node=1), or leave the link out"
             )
     topology = topology or world_of_launch()
+    steps = StepTimes(plan)
     with ExitStack() as throttles:
-        steps = StepTimes(plan.compute_factor)
-        mine = (_hog, _copies, _disk, _computing)
-        # Before ranks try the link together.
-        _refuse([_begun(one, plan, throttles, steps) for one in mine], topology)
-        _refuse([_link(plan, throttles, steps, topology)], topology)
+        problems = []
+        for names, slow in THROTTLES.items():
+            if max(map(plan.factor, names)) < NOTHING:
+                continue
+            throttle = throttles.enter_context(ExitStack())
+            try:
+                problem = slow(throttle, steps)
+            except (OSError, RuntimeError) as error:  # for example a full disk or a driver error
+                problem = f"one fails here: {error}"
+            if set(names) <= {*optional}:
+                problem = _first_of_any_rank(problem, topology)
+                if problem:
+                    throttle.close()
+                    _leave_out(names, problem, steps)
+            else:
+                problems.append(problem)
+        _refuse("; ".join(filter(None, problems)), topology)  # before ranks test the link together
+        _refuse(_slow_link(throttles, steps, topology), topology)
         throttles.enter_context(steps)
         yield steps
 
 
-def _begun(
-    begin: Callable[[ThrottlePlan, ExitStack, StepTimes], str],
-    plan: ThrottlePlan,
-    throttles: ExitStack,
-    steps: StepTimes,
-) -> str:
-    """Begin a throttle of this rank's own; return what is wrong with it."""
-    try:
-        return begin(plan, throttles, steps)
-    except (OSError, RuntimeError) as error:  # a full disk, or what a driver says
-        return f"one fails here: {error}"
+def _first_of_any_rank(problem: str, topology: Topology | None) -> str:
+    problems = [problem] if topology is None else gather(topology, problem)
+    return next(filter(None, problems), "")
 
 
-def _refuse(found: Sequence[str], topology: Topology | None) -> None:
-    """Raise what is wrong with throttles, on every rank. Collective over the world; blocking."""
-    problem, problems = None, [one for one in found if one]
-    if problems:
-        rule = f"a throttle must be right to {MOST_OFF:.0%}"
-        problem = (
-            f"{rule}, but {'; '.join(problems)}; correct what `current` is said to be, or let "
-            f"nothing else run here"
+def _leave_out(names: tuple[str, ...], problem: str, steps: StepTimes) -> None:
+    """Remove rates that cannot be held from the plan."""
+    parts = " and ".join(LABELS[name] for name in names)
+    steps.left_out.append(f"{parts} cannot be slowed down here: {problem}")
+    for name in names:
+        steps.effects.pop(name, None)
+    steps.plan = without(steps.plan, names)
+
+
+def _refuse(problem: str, topology: Topology | None) -> None:
+    """Raise `ConfigError` for a problem with throttles on every rank. Collective; blocking."""
+    refusal = None
+    if problem:
+        refusal = (
+            f"a throttle must be right to {MOST_OFF:.0%}, but {problem}; correct what `current` is "
+            f"set to, or let nothing else run here"
         )
     if topology is not None:
-        topology.raise_on_all_ranks(problem, ConfigError)
-    elif problem is not None:
-        raise ConfigError(problem)
+        topology.raise_on_all_ranks(refusal, ConfigError)
+    elif refusal is not None:
+        raise ConfigError(refusal)
 
 
-def _problem(what: str, off: float, most: float = MOST_OFF) -> str:
-    return f"{what} takes {1 + off:.2f} of what the plan asks" if abs(off) > most else ""
+def _problem(part: str, off: float, most: float = MOST_OFF) -> str:
+    return f"{part} takes {1 + off:.2f} of the plan's time" if abs(off) > most else ""
 
 
-def _link(
-    plan: ThrottlePlan, throttles: ExitStack, steps: StepTimes, topology: Topology | None
-) -> str:
-    link = None
+def _slow_link(throttles: ExitStack, steps: StepTimes, topology: Topology | None) -> str:
+    plan, link = steps.plan, None
     if plan.link_bytes_per_second is not None and topology is not None:
-        # The plan's link is a node's, which all lanes share.
-        link = LinkModel(plan.link_bytes_per_second / topology.lanes, plan.latency_seconds)
+        # All lanes share a node's link.
+        link = _WatchedLink(plan.link_bytes_per_second / topology.lanes, plan.latency_seconds)
     throttles.enter_context(throttled(link, plan.compute_factor, steps.padded_seconds))
     if link is None or topology is None:
         return ""
-    return _problem("the link", link_is_off_by(link, topology))
+    off = link_is_off_by(link, topology)
+    link.used = False
+    steps.effects["link_bytes_per_second"] = lambda: link.used
+    return _problem("the link", off)
 
 
-def _computing(plan: ThrottlePlan, throttles: ExitStack, steps: StepTimes) -> str:
-    # A device computes beside the thread that could pause: there steps end later.
-    if plan.compute_factor < NOTHING or torch.cuda.is_available():
+def _slow_computing(throttle: ExitStack, steps: StepTimes) -> str:
+    steps.effects["compute"] = lambda: True
+    if torch.cuda.is_available():  # computes concurrently: the end of steps is delayed instead
         return ""
-    steps.padding = ComputePadding(plan.compute_factor)
-    throttles.enter_context(steps.padding)
+    steps.padding = throttle.enter_context(ComputePadding(steps.plan.compute_factor))
     return _problem("computing", steps.padding.off())
 
 
-def _hog(plan: ThrottlePlan, throttles: ExitStack, steps: StepTimes) -> str:  # noqa: ARG001 - as all
-    rate = plan.rate("memory_bytes_per_second")
-    if rate is None or plan.factor("memory_bytes_per_second") < NOTHING:
-        return ""
-    hog = throttles.enter_context(MemoryHog(rate))
+def _slow_memory(throttle: ExitStack, steps: StepTimes) -> str:
+    hog = throttle.enter_context(MemoryHog(steps.plan.rate("memory_bytes_per_second") or 0.0))
+    steps.effects["memory_bytes_per_second"] = lambda: True
     return _problem("a copy in memory", hog.off(), hog.most_off)
 
 
-def _copies(plan: ThrottlePlan, throttles: ExitStack, steps: StepTimes) -> str:  # noqa: ARG001 - as all
-    factor = plan.factor("copy_bytes_per_second")
-    if factor < NOTHING:
-        return ""
+def _slow_copies(throttle: ExitStack, steps: StepTimes) -> str:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device here whose copies could be slowed down"
-    delay = throttles.enter_context(CopyDelay(factor))
+    delay = throttle.enter_context(CopyDelay(steps.plan.factor("copy_bytes_per_second")))
+    steps.effects["copy_bytes_per_second"] = lambda: any(delay.bytes)
     return _problem("a copy to the device", delay.off())
 
 
-def _disk(plan: ThrottlePlan, throttles: ExitStack, steps: StepTimes) -> str:
-    names = "disk_write_bytes_per_second", "disk_read_bytes_per_second"
-    if max(map(plan.factor, names)) < NOTHING:
-        return ""
-    current = [getattr(plan.current, name) or 1.0 for name in names]
-    target = [plan.rate(name) or rate for name, rate in zip(names, current, strict=True)]
-    steps.disk = throttles.enter_context(DiskDelay(DiskRates(*current), DiskRates(*target)))
-    return _problem("a write", steps.disk.off(Path(tempfile.gettempdir())))
+def _slow_disk(throttle: ExitStack, steps: StepTimes) -> str:
+    plan = steps.plan
+    current = [getattr(plan.current, name) or 1.0 for name in DISK]
+    target = [plan.rate(name) or rate for name, rate in zip(DISK, current, strict=True)]
+    delay = throttle.enter_context(DiskDelay(DiskRates(*current), DiskRates(*target)))
+    steps.disk, steps.effects[DISK[0]] = delay, lambda: delay.seconds > 0
+    return _problem("a write", delay.off(Path(tempfile.gettempdir())))
+
+
+DISK = "disk_write_bytes_per_second", "disk_read_bytes_per_second"
+THROTTLES: Mapping[tuple[str, ...], Callable[[ExitStack, StepTimes], str]] = {
+    ("memory_bytes_per_second",): _slow_memory,
+    ("copy_bytes_per_second",): _slow_copies,
+    DISK: _slow_disk,
+    ("compute",): _slow_computing,
+}

@@ -1,11 +1,11 @@
-"""Runs a program on a machine that is slowed down as a plan says, and estimates the target.
+"""Runs a program on this machine, throttled by a plan, and estimates step times of the target.
 
     python -m daso.predict.run_throttled plan.toml train.py --epochs 3
     mpirun -n 2 python -m daso.predict.run_throttled plan.toml -m package.train
 
-`daso predict --throttle plan.toml -- python train.py` puts this into a command. The program is not
-changed. A runner, and no variable of the environment: that would slow down launchers and every
-other Python program that the command starts, too.
+`daso predict --throttle plan.toml -- python train.py` inserts it into a command. The program is not
+changed. An environment variable instead of a runner would also slow down launchers and every other
+Python program of the command.
 """
 
 import runpy
@@ -17,12 +17,16 @@ from pathlib import Path
 from daso.comm.topology import Topology
 from daso.environment import read_launch
 from daso.errors import ConfigError, DasoError
-from daso.predict.emulate import simulate_target
+from daso.predict.emulate import StepTimes, emulated
 from daso.predict.measure import measure_machine, world_of_launch
-from daso.predict.throttle_file import ThrottleFile, read_throttle_file
-from daso.predict.throttle_plan import LEAST_STEPS, ThrottlePlan, estimate
-
-__all__ = ["main", "report"]
+from daso.predict.throttle_plan import (
+    LABELS,
+    LEAST_STEPS,
+    ThrottleFile,
+    estimate,
+    read_throttle_file,
+    why_nothing,
+)
 
 
 def main(words: Sequence[str]) -> int:
@@ -37,34 +41,35 @@ def main(words: Sequence[str]) -> int:
     world = world_of_launch()
     with ExitStack() as throttles:
         try:
-            plan = _read(Path(words[0]), world).plan(lambda: measure_machine(world))
-            steps = throttles.enter_context(simulate_target(plan, world))
-        except DasoError as wrong:  # on every rank; the program's own errors are its own
-            print(f"daso: {wrong}", file=sys.stderr)
+            file = _read(Path(words[0]), world)
+            plan = file.plan(lambda: measure_machine(world))
+            steps = throttles.enter_context(emulated(plan, world, file.unnamed))
+        except DasoError as error:  # raised on every rank, before the program starts
+            print(f"daso: {error}", file=sys.stderr)
             return 2
         code = _run(words[1:])
-        seconds = list(steps.seconds)
+        summary = report(steps)
     if code == 0 and read_launch().rank == 0:
-        print(report(plan, seconds), flush=True)
+        print(summary, flush=True)
     return code
 
 
 def _read(path: Path, world: Topology | None) -> ThrottleFile:
-    """Read a plan; raise on every rank what is wrong with it on one. Collective; blocking."""
+    """Read a plan file; raise its errors on every rank. Collective; blocking."""
     problem = None
     try:
-        found = read_throttle_file(path)
+        file = read_throttle_file(path)
     except ConfigError as error:
         problem = str(error)
     if world is not None:
         world.raise_on_all_ranks(problem, ConfigError)
     if problem is not None:
         raise ConfigError(problem)
-    return found
+    return file
 
 
 def _run(words: Sequence[str]) -> int:
-    """Run a program as Python would, a script or -m module; return its exit code."""
+    """Run a program as Python does, a script or -m module; return its exit code."""
     try:
         if words[0] == "-m":
             sys.argv = list(words[1:])
@@ -81,14 +86,24 @@ def _run(words: Sequence[str]) -> int:
     return 0
 
 
-def report(plan: ThrottlePlan, seconds: Sequence[float]) -> str:
-    """Return what a program's steps tell of the target."""
-    if len(seconds) < LEAST_STEPS:
+def report(steps: StepTimes) -> str:
+    """Return the estimate of a program's steps on the target, or the reason for none."""
+    plan, left_out = steps.plan, "".join(f"\n- {sentence}" for sentence in steps.left_out)
+    count = len(steps.seconds)
+    if count < LEAST_STEPS:
         return (
             f"daso: no estimate: it needs {LEAST_STEPS} steps at least, and an optimizer took "
-            f"{len(seconds)}"
+            f"{count}"
         )
-    return f"daso: {estimate(plan, seconds)}\n- of {len(seconds)} steps, of world rank 0"
+    if not plan.slowed:
+        return f"daso: no estimate: nothing was slowed down: {why_nothing(plan)}{left_out}"
+    if not steps.is_slowed:
+        unused = ", ".join(LABELS[name] for name in plan.slowed)
+        return (
+            f"daso: no estimate: nothing was slowed down: the program uses none of the parts that "
+            f"are slower here in proportion to the target ({unused}){left_out}"
+        )
+    return f"daso: {estimate(plan, steps.seconds)}{left_out}\n- of {count} steps, of world rank 0"
 
 
 if __name__ == "__main__":

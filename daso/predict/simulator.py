@@ -1,7 +1,7 @@
-"""A schedule on many nodes, batch by batch, on virtual time.
+"""Simulation of a schedule on many nodes, batch by batch, on virtual time. Pure.
 
-The policy, the schedule and the choice of wires are those of real runs: `daso.plan`. What they are
-told, a step's time, an exchange's, drift, comes from the nodes that are simulated.
+The policy, the schedule and the choice of wires are those of real runs: `daso.plan`. Their
+measurements come from the simulated nodes.
 """
 
 import math
@@ -26,65 +26,63 @@ from daso.plan.schedule import (
 )
 from daso.predict.cluster import (
     Cluster,
-    Job,
     exchange_cost,
     exchange_plan,
     exchange_seconds,
     synchronous_seconds,
 )
+from daso.predict.jobs import Job
 
-__all__ = ["Outcome", "simulate"]
-
-STATE = "fp32"  # in what the inner optimizer's state crosses
+STATE = "fp32"  # the wire of the inner optimizer's state
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run would have taken."""
+    """Predicted costs of a run."""
 
-    step_seconds: float  # of all batches but the first quarter, in which a schedule finds its place
-    exposed_seconds: float  # per step: mean over nodes of standing still for others
+    step_seconds: float  # without the first quarter of batches, in which a schedule settles
+    exposed_seconds: float  # per step: mean wait of nodes for others
     bytes_per_step: float  # sent by a node
     exchanges: int  # of everything
-    small_exchanges: int  # of small tensors alone
+    small_exchanges: int  # of small tensors only
     skip: int  # at the end
-    wait: int  # at the end: how many batches old a mean is when it is merged
-    wire: str  # at the end: of exchanges, or of gradients where nodes average these
-    plan: str  # of exchanges at the end: how nodes take a mean
+    wait: int  # at the end: age of a mean, in batches, when it is merged
+    wire: str  # at the end: of exchanges, or of gradients if nodes average these
+    plan: str  # at the end: the all-reduce plan of exchanges
 
     def efficiency(self, job: Job) -> float:
-        """Return computing alone over a step."""
+        """Return the fraction of a step spent on computing."""
         return job.step_seconds / self.step_seconds
 
 
 @dataclass(slots=True)
 class _Flight:
-    """An exchange under way."""
+    """An exchange in flight."""
 
-    begins: float  # when the last node has sent
+    begins: float  # when the last node sends
     ends: float
-    lost: float = 0.0  # of computing, where cores are short
+    lost: float = 0.0  # of computing, due to too few cores
     own: float = 0.0  # of the training thread, to merge it
-    # None of small tensors alone. Else with the numbers of its header: of the step of the fastest
-    # node until then, the median, and what small ones took from training since the one before.
+    # None for small tensors only. Otherwise with its header's values: the median step of the
+    # fastest node, and the cost of small exchanges since the previous exchange.
     sent: Sent | None = None
     agreed: Measurements = field(default_factory=Measurements)
 
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What things take of a node, in seconds."""
+    """Seconds that steps and exchanges cost a node."""
 
     step: float  # of computing
     own: float  # of the training thread to pack an exchange of everything, and to merge it
-    lost: float  # of computing to an exchange of everything, where cores are short
+    lost: float  # of computing to an exchange of everything, due to too few cores
     small_own: float  # of the training thread to pack small tensors, and to merge them
-    # Of waiting, in a step that averages gradients, on each of their wires.
+    # Waiting, in a step that averages gradients, by wire.
     synchronous: Mapping[str, float]
 
     @classmethod
     def of(cls, job: Job, cluster: Cluster, settings: Settings) -> "_Costs":
-        """Return those of a job's steps and exchanges."""
+        """Return the costs of a job's steps and exchanges."""
         step = job.step_seconds * cluster.stretch
         slowest = step * max([1.0, *cluster.slower.values()])
         slow_job = replace(job, step_seconds=slowest)
@@ -93,7 +91,7 @@ class _Costs:
         return cls(
             step=step,
             own=job.own_seconds * job.parameters * cluster.stretch / 2,
-            lost=job.host_seconds * job.parameters * cluster.stretch * cluster.taken,
+            lost=job.host_seconds * job.parameters * cluster.stretch * cluster.contention,
             small_own=job.small_seconds * cluster.stretch / 2,
             synchronous={
                 wire: synchronous_seconds(slow_job, cluster, wire) - slowest for wire in wires
@@ -103,7 +101,7 @@ class _Costs:
 
 @dataclass(slots=True)
 class _Totals:
-    """What was counted so far."""
+    """Sums over the batches so far."""
 
     exposed: float = 0.0  # seconds, summed over nodes
     nbytes: float = 0.0  # sent by a node
@@ -112,7 +110,7 @@ class _Totals:
 
 
 class _Nodes:
-    """Nodes, each at a time of its own."""
+    """Simulated nodes, each with its own clock."""
 
     def __init__(self, job: Job, cluster: Cluster, settings: Settings, seed: int) -> None:
         self.job, self.cluster, self.settings = job, cluster, settings
@@ -124,14 +122,14 @@ class _Nodes:
         self._costs = _Costs.of(job, cluster, settings)
         self._random = random.Random(seed)
         self._flight: _Flight | None = None
-        self._taken, self._own = 0.0, 0.0  # by the exchange before
-        self._steps: list[list[float]] = []  # of all nodes, since the exchange before
-        self._small_waits: list[list[float]] = []  # for small tensors since then, likewise
-        # Of synchronous steps since ranks last agreed on what these take: computing, and waiting.
+        self._taken, self._own = 0.0, 0.0  # of the previous exchange
+        self._steps: list[list[float]] = []  # of all nodes, since the previous exchange
+        self._small_waits: list[list[float]] = []  # for small tensors since then, of all nodes
+        # Of synchronous steps since ranks last agreed on their costs: computing, and waiting.
         self._waiting_steps: list[tuple[list[float], list[float]]] = []
 
     def compute(self) -> None:
-        """Let every node compute a batch."""
+        """Advance every node by computing a batch."""
         job, slower = self.job, self.cluster.slower
         base = [self._costs.step] * len(self.times)
         for node, factor in slower.items():
@@ -139,21 +137,21 @@ class _Nodes:
         if job.jitter:
             spread, gauss, exp = job.jitter, self._random.gauss, math.exp
             base = [seconds * exp(spread * gauss(0.0, 1.0)) for seconds in base]
-        if self.cluster.nodes > 1:  # one alone tells nobody of them
+        if self.cluster.nodes > 1:  # a single node exchanges no measurements
             self._steps.append(base)
         self.times = [at + seconds for at, seconds in zip(self.times, base, strict=True)]
 
     def average_gradients(self, *, hidden: bool, wide: bool) -> None:
-        """End a synchronous step: all wait for the last, and for what crosses between them."""
+        """End a synchronous step: every node waits for the slowest and for the gradients."""
         wire = self.settings.gradient_wire(hidden=hidden, wide=wide)
         waits = self._wait_until(max(self.times) + self._costs.synchronous[wire])
         self.totals.nbytes += exchange_cost(self.job.parameters, wire, self.cluster).sent_bytes
         if hidden:
             self._waiting_steps += [(steps, waits) for steps in self._steps]
-        self._steps.clear()  # of steps that wait no exchange is told
+        self._steps.clear()  # exchanges do not report steps that wait
 
     def measure(self) -> Measurements:
-        """Return what all agree on about synchronous steps."""
+        """Return the measurements of synchronous steps that nodes agree on."""
         computing, waits = zip(*self._waiting_steps, strict=True)
         self._waiting_steps = []
         return Measurements(
@@ -163,36 +161,36 @@ class _Nodes:
         )
 
     def join(self) -> None:
-        """Average the inner optimizer's state, two numbers for each parameter, before all go on."""
+        """Average the inner optimizer's state, two numbers for each parameter; blocking."""
         state = replace(self.job, parameters=2 * self.job.parameters)
         self._wait_until(max(self.times) + exchange_seconds(state, self.cluster, STATE))
         self.totals.nbytes += exchange_cost(state.parameters, STATE, self.cluster).sent_bytes
 
     def _wait_until(self, at: float) -> list[float]:
-        """Let every node wait until then; return how long each waited."""
+        """Advance every node to a time; return the wait of each."""
         waits = [at - time for time in self.times]
         self.totals.exposed += sum(waits)
         self.times = [at] * len(self.times)
         return waits
 
-    def anchor(self, batch: int) -> None:
-        """Begin exchanges of deltas: all nodes hold the same parameters."""
-        self.exchanged = self.rules.start(batch, self.exchanged)
-
     def send(self, batch: int, fragment: int | None, *, wait: int) -> None:
-        """Start an exchange; it goes on when the last node has sent."""
+        """Start an exchange of parameters; it begins when the last node has sent."""
         fastest = 0.0
         if self._steps:
             middle = len(self._steps) // 2
             fastest = min(sorted(steps)[middle] for steps in zip(*self._steps, strict=True))
         small_seconds = 0.0
-        if self._small_waits:  # the node that waits least waits for nobody who is slow
+        if self._small_waits:  # the minimum excludes waits for slow nodes
             waits = map(statistics.fmean, zip(*self._small_waits, strict=True))
             small_seconds = 2 * self._costs.small_own + min(waits)
         job, costs, nodes = self.job, self._costs, self.cluster.nodes
         agreed = Measurements(
-            *(fastest, self._taken, job.lr, job.drift * (1 - 1 / nodes), self._own),
-            required_gain=math.sqrt(nodes) if self.restores else 0.0,  # as where all is noise
+            step_seconds=fastest,
+            exchange_seconds=self._taken,
+            lr=job.lr,
+            drift=job.drift * (1 - 1 / nodes),
+            own_seconds=self._own,
+            required_gain=math.sqrt(nodes) if self.restores else 0.0,  # the gain for pure noise
             small_seconds=small_seconds,
         )
         sent = self.rules.send(self.exchanged, batch, fragment, wait=wait)
@@ -206,12 +204,12 @@ class _Nodes:
         self.totals.exchanges += 1
 
     def send_small(self) -> None:
-        """Start an exchange of small tensors alone."""
+        """Start an exchange of small tensors only."""
         self._start(self.job.small_parameters, self.settings.wires[0], self._costs.small_own)
         self.totals.small_exchanges += 1
 
     def _start(self, parameters: float, wire: str, own: float) -> None:
-        # A fragment without parameters costs what a single number does: the vote.
+        # A fragment without parameters costs as much as a single number: the vote.
         job = replace(self.job, parameters=max(1.0, parameters), small_parameters=0.0)
         self.times = [at + own for at in self.times]
         begins = max(self.times)
@@ -220,26 +218,50 @@ class _Nodes:
         self.totals.nbytes += exchange_cost(job.parameters, wire, self.cluster).sent_bytes
 
     def receive(self) -> Measurements | None:
-        """Let every node wait for the exchange; return what all agree on with it, if anything."""
+        """Wait on every node for the exchange; return its measurements, if any."""
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
         if flight.sent is None:
             self._small_waits.append(self._wait_for(flight))
             return None
-        # Where cores are short, the exchange took some of what was computed since it began.
+        # With too few cores, the exchange took time from computing since it began.
         self.times = [at + flight.lost for at in self.times]
         self._wait_for(flight)
-        # The next one tells how long the node that came last had to wait for it.
+        # The next exchange reports how long the last node had to wait for this one.
         self._taken, self._own = flight.ends - flight.begins, 2 * flight.own + flight.lost
         self.exchanged, measurements = self.rules.learn(self.exchanged, flight.sent, flight.agreed)
         return measurements
 
     def _wait_for(self, flight: _Flight) -> list[float]:
-        """Let every node wait for an exchange, and merge it; return how long each waited."""
-        late = [max(0.0, flight.ends - at) for at in self.times]
-        self.totals.exposed += sum(late)
-        self.times = [at + wait + flight.own for at, wait in zip(self.times, late, strict=True)]
-        return late
+        """Wait on every node for an exchange, and merge it; return the wait of each."""
+        waits = [max(0.0, flight.ends - at) for at in self.times]
+        self.totals.exposed += sum(waits)
+        self.times = [at + wait + flight.own for at, wait in zip(self.times, waits, strict=True)]
+        return waits
+
+    def perform(self, acts: Sequence[Action], state: State) -> Measurements | None:
+        """Perform the actions due after a batch; return their measurements, if any."""
+        measurements = None
+        for act in acts:
+            measurements = self._perform(act, state) or measurements
+        return measurements
+
+    def _perform(self, act: Action, state: State) -> Measurements | None:
+        if act is Action.ANCHOR:  # all nodes have the same parameters
+            self.exchanged = self.rules.start(state.batch, self.exchanged)
+        elif act is Action.SEND:
+            self.send(state.batch, state.fragment, wait=state.sent_wait)
+        elif act is Action.SEND_ALL:
+            self.send(state.batch, None, wait=0)
+        elif act is Action.SEND_SMALL:
+            self.send_small()
+        elif act in (Action.RECEIVE, Action.SETTLE):
+            return self.receive()
+        elif act is Action.MEASURE:
+            return self.measure()
+        elif act is Action.JOIN:
+            self.join()
+        return None
 
 
 def simulate(
@@ -251,21 +273,21 @@ def simulate(
     steps: int,
     seed: int = 0,
 ) -> Outcome:
-    """Train for so many batches on virtual time.
+    """Simulate training for `steps` batches on virtual time.
 
     Args:
-        job: What is trained.
-        cluster: On what.
+        job: The model and its training costs.
+        cluster: The nodes and their links.
         policy: Chooses skip and wait.
-        settings: Wires, fragments and gradients, the rest is not simulated; None: the default.
-        steps: Batches.
-        seed: Of the spread of step times.
+        settings: Wires, fragments and gradients; the rest is not simulated. None: the default.
+        steps: Number of batches.
+        seed: Seed of the spread of step times.
 
     Returns:
-        What it took.
+        The predicted costs.
 
     Raises:
-        ConfigError: The policy goes by epochs and the loss, or there is no step.
+        ConfigError: The policy depends on epochs and the loss, or `steps` is below 1.
     """
     check("steps", steps, whole(1))
     if isinstance(policy, Plateau):
@@ -284,8 +306,9 @@ def simulate(
         if state.synchronous and cluster.nodes > 1:
             nodes.average_gradients(hidden=state.hidden, wide=state.sync.wide)
         acts, state = after_batch(policy, state)
-        if cluster.nodes > 1:
-            state = _carry_out(nodes, acts, state, policy)
+        if cluster.nodes > 1 and (measurements := nodes.perform(acts, state)):
+            acts, state = after_exchange(policy, state, measurements)
+            nodes.perform(acts, state)
     time, exposed, nbytes = before
     counted = steps - settled
     return Outcome(
@@ -296,19 +319,15 @@ def simulate(
         small_exchanges=totals.small_exchanges,
         skip=state.skip,
         wait=state.wait,
-        wire=_wire_of(state, settings, nodes),
+        wire=settings.gradient_wire(hidden=True, wide=state.sync.wide)
+        if state.hidden
+        else nodes.exchanged.wire,
         plan=exchange_plan(max(nodes.rules.numels), nodes.exchanged.wire, cluster).name,
     )
 
 
-def _wire_of(state: State, settings: Settings, nodes: _Nodes) -> str:
-    if state.hidden:
-        return settings.gradient_wire(hidden=True, wide=state.sync.wide)
-    return nodes.exchanged.wire
-
-
 def _parts(job: Job, settings: Settings) -> tuple[int, ...]:
-    """Return the numbers of each fragment: a model is cut into parts of about the same size."""
+    """Return the elements of each fragment; fragments are of about the same size."""
     count = settings.exchange.fragments
     least, more = divmod(int(job.parameters), count)
     return tuple(least + (number < more) for number in range(count))
@@ -317,8 +336,8 @@ def _parts(job: Job, settings: Settings) -> tuple[int, ...]:
 def _begin(job: Job, policy: Policy, settings: Settings, nodes: int) -> State:
     """Return the state before the first batch."""
     restored = job.normalizes and settings.may_restore_steps
-    taken = settings.sends_small_tensors(job.parameters) and not restored
-    share = settings.small_share(job.small_parameters, job.parameters) if taken else 0.0
+    sends_small = settings.sends_small_tensors(job.parameters) and not restored
+    share = settings.small_share(job.small_parameters, job.parameters) if sends_small else 0.0
     fragments = settings.exchange.fragments
     state = replace(policy.start(), sparse=settings.sparse, fragments=fragments)
     may_hide = restored and settings.may_hide
@@ -331,35 +350,3 @@ def _begin(job: Job, policy: Policy, settings: Settings, nodes: int) -> State:
         small_share=share,
         numel=int(job.parameters),
     )
-
-
-def _carry_out(nodes: _Nodes, acts: Sequence[Action], state: State, policy: Policy) -> State:
-    """Do what is due after a batch; return the state for the next."""
-    measurements = None
-    for act in acts:
-        measurements = _act(nodes, act, state) or measurements
-    if measurements is None:
-        return state
-    acts, state = after_exchange(policy, state, measurements)
-    for act in acts:
-        _act(nodes, act, state)
-    return state
-
-
-def _act(nodes: _Nodes, act: Action, state: State) -> Measurements | None:
-    """Do one thing; return what all agree on with it, if anything."""
-    if act is Action.ANCHOR:
-        nodes.anchor(state.batch)
-    elif act is Action.SEND:
-        nodes.send(state.batch, state.fragment, wait=state.sent_wait)
-    elif act is Action.SEND_ALL:
-        nodes.send(state.batch, None, wait=0)
-    elif act is Action.SEND_SMALL:
-        nodes.send_small()
-    elif act in (Action.RECEIVE, Action.SETTLE):
-        return nodes.receive()
-    elif act is Action.MEASURE:
-        return nodes.measure()
-    elif act is Action.JOIN:
-        nodes.join()
-    return None

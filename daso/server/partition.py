@@ -1,4 +1,4 @@
-"""Which rows of a model's parameters each rank updates, and how they lie in a message."""
+"""Partition of a model's rows among ranks, and their layout in messages."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,57 +6,49 @@ import torch
 
 from daso.plan.layout import Span, aligned
 from daso.server.plan import owners_of, rows_of
+from daso.torch_private import own_parameters
 from daso.train.model.params import Named
-
-__all__ = ["Partition", "layers_of"]
 
 NO_ROWS = Span(0, 0)
 HOST = torch.device("cpu")
 
 
 def layers_of(module: torch.nn.Module) -> tuple[list[str], Named, tuple[tuple[int, ...], ...]]:
-    """List the layers of a model: modules that have trained parameters of their own."""
+    """Return the layers of a model: the modules that directly own trained parameters."""
     names: list[str] = []
     named: list[tuple[str, torch.Tensor]] = []
     layers: list[tuple[int, ...]] = []
-    seen: set[int] = set()
-    for prefix, one in module.named_modules():
-        mine = []
-        for name, param in one._parameters.items():
-            if param is not None and param.requires_grad and id(param) not in seen:
-                seen.add(id(param))
-                mine.append(len(named))
+    known_ids: set[int] = set()
+    for prefix, submodule in module.named_modules():
+        params = []
+        for name, param in own_parameters(submodule).items():
+            if param is not None and param.requires_grad and id(param) not in known_ids:
+                known_ids.add(id(param))
+                params.append(len(named))
                 named.append((f"{prefix}.{name}".lstrip("."), param))
-        if mine:
+        if params:
             names.append(prefix)
-            layers.append(tuple(mine))
+            layers.append(tuple(params))
     return names, named, tuple(layers)
 
 
 class Partition:
-    """Rows of every parameter, by the rank that updates them.
+    """Divides the rows of every parameter among the ranks that update them."""
 
-    Args:
-        named: Names and parameters, the same on every rank.
-        layers: Indices of each layer's parameters.
-        ranks: World size.
-        whole: Every rank updates all rows.
-    """
-
-    def __init__(
-        self, named: Named, layers: Sequence[Sequence[int]], ranks: int, *, whole: bool
-    ) -> None:
+    # layers: for each layer, the indices of its parameters in `named`.
+    def __init__(self, named: Named, layers: Sequence[Sequence[int]], ranks: int) -> None:
         self.named, self.layers, self.ranks = named, layers, ranks
         self.owners = owners_of(
             [sum(named[index][1].nbytes for index in params) for params in layers],
             [max(_rows(named[index][1]) for index in params) for params in layers],
             ranks,
-            whole=whole,
         )
-        owners = {index: who for who, own in zip(self.owners, layers, strict=True) for index in own}
-        self._spans = [
-            rows_of(_rows(p), owners[index], whole=whole) for index, (_, p) in enumerate(named)
-        ]
+        owners = {
+            index: ranks_of_layer
+            for ranks_of_layer, params in zip(self.owners, layers, strict=True)
+            for index in params
+        }
+        self._spans = [rows_of(_rows(p), owners[index]) for index, (_, p) in enumerate(named)]
 
     def _share_nbytes(self, index: int, rank: int) -> int:
         tensor, span = self.named[index][1], self._span(index, rank)
@@ -66,11 +58,11 @@ class Partition:
         return self._spans[index].get(rank, NO_ROWS)
 
     def owned(self, rank: int) -> list[int]:
-        """Return the layers of which a rank updates rows."""
+        """Return the layers with rows that a rank updates."""
         return [layer for layer, owners in enumerate(self.owners) if rank in owners]
 
     def of(self, rank: int, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a rank's rows of something shaped like a parameter (rows, ...), as a view."""
+        """Return a rank's rows of a tensor shaped like a parameter (rows, ...), as a view."""
         return _in_rows(tensor)[slice(*self._span(index, rank))]
 
     def params(self, layers: Iterable[int]) -> list[int]:
@@ -82,7 +74,7 @@ class Partition:
         return sum(self._share_nbytes(index, rank) for index in self.params(layers))
 
     def packed_nbytes(self, rank: int, layers: Iterable[int]) -> int:
-        """Return the bytes that `pack` makes of a rank's rows of layers."""
+        """Return the bytes of `pack` for a rank's rows of layers."""
         spans = self._places(rank, self.params(layers))
         return spans[-1].stop if spans else 0
 
@@ -110,14 +102,14 @@ class Partition:
     def unpack(
         self, rank: int, layers: Sequence[int], row: torch.Tensor
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield each parameter of layers, and a rank's rows of it: views of a message."""
+        """Yield each parameter of layers, and a rank's rows of it as views of a message."""
         params = self.params(layers)
         spans = self._places(rank, params)
         for index, span in zip(params, spans, strict=True):
             yield index, self._read(row, index, rank, span)
 
     def _places(self, rank: int, params: Sequence[int]) -> tuple[Span, ...]:
-        """Return where a rank's rows of parameters lie in a message."""
+        """Return the positions of a rank's rows of parameters in a message."""
         return aligned([self._share_nbytes(index, rank) for index in params])
 
     def _read(self, row: torch.Tensor, index: int, rank: int, span: Span) -> torch.Tensor:
@@ -126,7 +118,7 @@ class Partition:
         return row[slice(*span)].view(tensor.dtype).view(shape)
 
     def stand_ins(self, rank: int) -> list[torch.nn.Parameter]:
-        """Return parameters of their own for a rank's rows, on the host, with the same values."""
+        """Return new host parameters with the values of a rank's rows."""
         return [
             torch.nn.Parameter(self.of(rank, index, tensor.detach()).cpu().clone())
             for index, (_, tensor) in enumerate(self.named)
@@ -134,7 +126,7 @@ class Partition:
 
 
 def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with a first axis, which a scalar does not have."""
+    """Return a tensor with a first axis, which scalars lack."""
     return tensor if tensor.ndim else tensor.unsqueeze(0)
 
 

@@ -1,11 +1,12 @@
-"""What an eager parameter server decides: who owns which rows, when they leave, how old they are.
+"""Decisions of the parameter server: owners of rows, when to push, staleness. Pure.
 
-The mechanism is that of US11630994B2: parameters of a layer leave the node while backward goes on
-for the layers below, after every n-th layer, and n changes while backward runs. A bound on how far
-ranks may be apart is that of stale-synchronous parallel training (Ho et al., NIPS 2013).
+The mechanism is that of US11630994B2: gradients of a layer leave the node while backward runs for
+the layers below, after every n-th layer, and n changes during backward. The bound on staleness is
+that of stale-synchronous parallel training (Ho et al., NIPS 2013).
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -14,53 +15,20 @@ from daso.errors import ConfigError
 from daso.plan.layout import Span, split
 from daso.plan.options import Exchange, Wire
 
-__all__ = [
-    "FLOOR_BYTES",
-    "MESSAGE_SECONDS",
-    "Apply",
-    "Log",
-    "Mode",
-    "Moment",
-    "OptimizerState",
-    "Pace",
-    "Plan",
-    "Read",
-    "Send",
-    "Transport",
-    "age",
-    "first_pace",
-    "is_fresh",
-    "leaving",
-    "next_pace",
-    "owners_of",
-    "rows_of",
-]
-
-Mode = Literal["sharded", "local_rows", "replicated"]
-Transport = Literal["messages", "windows"]
+Mode = Literal["sharded", "local_rows"]
 OptimizerState = Literal["per_rank", "shared"]
+ByOwner = dict[int, tuple[int, ...]]  # layers, in order
 
 # int2 is for deltas: three levels are too few for a gradient.
 WIRES = tuple(wire for wire in get_args(Wire) if wire not in ("auto", "fp32", "int2"))
-FLOOR_BYTES = 64 << 10  # a message of less is worth its headers and polls only where time is left
-MESSAGE_SECONDS = 1e-3  # for each message of less: twenty times what its host works on it
-QUIET_LAYERS = 2  # that found nothing on its way, until n shrinks
+FLOOR_BYTES = 64 << 10  # smaller messages are sent only if backward hides their cost
+MESSAGE_SECONDS = 1e-3  # per smaller message: twenty times the host's work on it
+QUIET_LAYERS = 2  # consecutive layers without backlog until n shrinks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The server's keywords as one record, checked when made.
-
-    Args:
-        mode: Who updates what; see `daso.ParameterServer`.
-        staleness: Steps that a rank may be ahead of the slowest; None: any number.
-        push_every: Layers whose gradients leave together, or "auto".
-        scale_by_staleness: Divide the learning rate of a gradient by one more than its age.
-        optimizer_state: Whether each rank's gradients have a state (momentum) of their own.
-        wire: How gradients cross; None: as they are.
-        transport: How packets cross.
-        exchange: How large packets are, how long to wait, and what happens to NaN.
-    """
+    """The keywords of `daso.ParameterServer` as one checked record."""
 
     mode: Mode
     staleness: int | None
@@ -68,7 +36,6 @@ class Plan:
     scale_by_staleness: bool
     optimizer_state: OptimizerState
     wire: str | None
-    transport: Transport
     exchange: Exchange
 
     def __post_init__(self) -> None:
@@ -81,13 +48,12 @@ class Plan:
             )
         if self.wire is not None and self.mode != "sharded":
             raise ConfigError(
-                f"wire is for gradients, which cross with mode='sharded' alone, not with mode="
+                f"wire is for gradients, which are sent only with mode='sharded', not with mode="
                 f"{self.mode!r}; leave it out"
             )
 
     def _check_names(self) -> None:
         check("mode", self.mode, choice(*get_args(Mode)))
-        check("transport", self.transport, choice(*get_args(Transport)))
         check("optimizer_state", self.optimizer_state, choice(*get_args(OptimizerState)))
         check("wire", self.wire, choice(None, *WIRES))
 
@@ -103,53 +69,47 @@ class Plan:
             usual, **{name: getattr(self.exchange, name) for name in names}
         ):
             raise ConfigError(
-                f"a ParameterServer adds on the host in rank order, sends every layer by itself "
-                f"and ends with a lost rank, so that of exchange only {', '.join(names)} may be "
+                f"a ParameterServer adds on the host in rank order, sends layers separately and "
+                f"ends with a lost rank, so that of exchange only {', '.join(names)} may be "
                 f"given, not {self.exchange!r}"
             )
 
-    @property
-    def whole(self) -> bool:
-        """Whether every rank updates all rows."""
-        return self.mode == "replicated"
+    def difference(self, first: str) -> str | None:
+        """Return the message for a rank whose keywords differ from rank 0's, or None."""
+        if repr(self) == first:
+            return None
+        return (
+            f"every rank must be given the same options, but there are {self!r} here and {first} "
+            f"on rank 0; pass the same keywords everywhere"
+        )
 
     def contributors(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the ranks whose gradients an owner of rows takes in."""
+        """Return the ranks whose gradients an owner of rows applies."""
         return tuple(range(ranks)) if self.mode == "sharded" else (rank,)
 
     @property
-    def per_rank(self) -> bool:
-        """Whether gradients of several ranks are taken in, each with a state of its own."""
-        alone = self.mode == "sharded" and not self.together
-        return alone and self.optimizer_state == "per_rank"
+    def has_state_per_rank(self) -> bool:
+        """Return whether the gradients of each rank have their own optimizer state."""
+        is_asynchronous = self.mode == "sharded" and not self.is_synchronous
+        return is_asynchronous and self.optimizer_state == "per_rank"
 
     @property
-    def answered(self) -> bool:
-        """Whether a rank waits for what owners make of its own gradients, not for other ranks."""
+    def waits_for_replies(self) -> bool:
+        """Return whether a rank waits for owners to apply its own gradients."""
         return self.mode == "sharded" and self.staleness is None
 
     @property
-    def together(self) -> bool:
-        """Whether an owner waits for all gradients of a step, and takes their mean."""
+    def is_synchronous(self) -> bool:
+        """Return whether owners apply the mean of all ranks' gradients of a step."""
         return self.staleness == 0
 
 
 def owners_of(
-    nbytes: Sequence[int], rows: Sequence[int], ranks: int, *, whole: bool
+    nbytes: Sequence[int], rows: Sequence[int], ranks: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that update each layer, in order.
-
-    A layer has no more owners than make shares of `FLOOR_BYTES`, so that it can leave by itself
-    however many ranks there are; large layers choose first, and those with least to do own.
-
-    Args:
-        nbytes: Of each layer.
-        rows: Of each layer's longest tensor.
-        ranks: World size.
-        whole: Every rank updates all rows.
-    """
-    if whole:
-        return (tuple(range(ranks)),) * len(nbytes)
+    """Return the ranks that update each layer, in order; rows are its longest tensor's."""
+    # Shares of a layer have at least FLOOR_BYTES, so that it can be pushed alone for any number of
+    # ranks; large layers are assigned first, to the least loaded ranks.
     loads = [0] * ranks
     chosen: dict[int, tuple[int, ...]] = {}
     for layer in sorted(range(len(nbytes)), key=lambda layer: -nbytes[layer]):
@@ -161,10 +121,9 @@ def owners_of(
     return tuple(chosen[layer] for layer in range(len(nbytes)))
 
 
-def rows_of(rows: int, owners: Sequence[int], *, whole: bool) -> dict[int, Span]:
-    """Return which rows of a tensor each owner of its layer updates."""
-    spans = (Span(0, rows),) * len(owners) if whole else split(rows, len(owners))
-    return dict(zip(owners, spans, strict=True))
+def rows_of(rows: int, owners: Sequence[int]) -> dict[int, Span]:
+    """Return the rows of a tensor that each owner of its layer updates."""
+    return dict(zip(owners, split(rows, len(owners)), strict=True))
 
 
 def is_fresh(clock: float, step: int, staleness: int | None) -> bool:
@@ -173,39 +132,32 @@ def is_fresh(clock: float, step: int, staleness: int | None) -> bool:
 
 
 def age(version: int, read: int, ranks: int) -> float:
-    """Return how old a gradient is, in steps of all ranks."""
+    """Return a gradient's age, in steps of all ranks."""
     return (version - read) / ranks
 
 
-# --- when gradients leave -------------------------------------------------------------------------
+# --- when to push gradients -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """After how many finished layers gradients leave.
+    """Number of finished layers after which gradients are pushed."""
 
-    Args:
-        layers: How many (n).
-        most: Layers of the model.
-        fixed: It stays.
-        quiet: Layers in a row that found nothing on its way.
-    """
-
-    layers: int
-    most: int
-    fixed: bool
-    quiet: int = 0
+    layers: int  # that number (n)
+    most: int  # layers of the model
+    fixed: bool  # whether n is constant
+    quiet: int = 0  # consecutive layers without a backlog
 
 
 def first_pace(every: int | Literal["auto"], layers: int) -> Pace:
-    """Return the pace of the first step of a model of so many layers."""
+    """Return the pace of the first step of a model with `layers` layers."""
     if every == "auto":
         return Pace(1, layers, fixed=False)
     return Pace(min(every, layers), layers, fixed=True)
 
 
 def next_pace(pace: Pace, *, backlog_bytes: int, layer_bytes: int) -> Pace:
-    """Return the pace after a layer: slower while more than one waits, faster while none does."""
+    """Return the pace after a layer: slower if more than one layer waits, faster if none does."""
     if pace.fixed:
         return pace
     if backlog_bytes > layer_bytes:
@@ -219,30 +171,17 @@ def next_pace(pace: Pace, *, backlog_bytes: int, layer_bytes: int) -> Pace:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When a layer is finished.
+    """State of backward at the end of a layer."""
 
-    Args:
-        layers: Finished since gradients left, this one too.
-        quiet_seconds: Since a message below the floor left.
-        remaining_seconds: Until backward ends, as in the last step; 0 in the first.
-    """
-
-    layers: int
-    quiet_seconds: float = 0.0
-    remaining_seconds: float = 0.0
+    layers: int  # finished since the last push, including this one
+    quiet_seconds: float = 0.0  # since the last message below the floor
+    remaining_seconds: float = 0.0  # until backward ends, by the last step; 0 in the first
 
 
 def leaving(pace: Pace, moment: Moment, nbytes: Mapping[int, int]) -> list[int]:
-    """Return the owners for whom gradients leave now.
-
-    What is below the floor leaves where backward goes on for long enough that it is hidden, and
-    not so often that its messages keep the host busy.
-
-    Args:
-        pace: After how many layers.
-        moment: When this is.
-        nbytes: That wait for each owner.
-    """
+    """Return the owners to push gradients to now, from the bytes waiting for each owner."""
+    # Messages below the floor are sent if the rest of backward hides them, and not so often that
+    # they keep the host busy.
     if moment.layers < pace.layers:
         return []
     small = [owner for owner, waiting in nbytes.items() if waiting < FLOOR_BYTES]
@@ -252,44 +191,108 @@ def leaving(pace: Pace, moment: Moment, nbytes: Mapping[int, int]) -> list[int]:
     return [owner for owner in nbytes if owner not in small]
 
 
-# --- what is logged -------------------------------------------------------------------------------
+class PushScheduler:
+    """Groups finished layers into pushes, per owner."""
+
+    def __init__(
+        self,
+        owners: Sequence[Sequence[int]],  # by layer: the ranks that receive its gradients
+        nbytes: Callable[[int, int], int],  # (owner, layer): bytes of the owner's rows
+        pace: Pace,
+    ) -> None:
+        self.pace = pace
+        self._owners, self._nbytes = owners, nbytes
+        self._largest_share = [
+            max((nbytes(owner, layer) for owner in ranks), default=0)
+            for layer, ranks in enumerate(owners)
+        ]
+        self._remaining: Mapping[
+            int, float
+        ] = {}  # seconds of backward after a layer, in the last step
+        self._small_left_at = -math.inf  # time of the last message below the floor
+        self._finished_at: dict[int, float] = {}  # by layer of this step, in order
+        self._waiting: dict[int, list[int]] = {}  # by owner: layers to push
+        self._layers = 0  # finished since the last push
+
+    @property
+    def has_finished_layers(self) -> bool:
+        """Return whether a layer of this step is finished."""
+        return bool(self._finished_at)
+
+    def finish(self, layer: int, *, backlog_bytes: int, now: float) -> ByOwner:
+        """Record that a layer is finished; return the layers to push now, by owner."""
+        self._finished_at[layer] = now
+        self._layers += 1
+        for owner in self._owners[layer]:
+            self._waiting.setdefault(owner, []).append(layer)
+        share = self._largest_share[layer]
+        self.pace = next_pace(self.pace, backlog_bytes=backlog_bytes, layer_bytes=share)
+        quiet, remaining = now - self._small_left_at, self._remaining.get(layer, 0.0)
+        nbytes = {owner: self._bytes_to(owner) for owner in self._waiting}
+        chosen = leaving(self.pace, Moment(self._layers, quiet, remaining), nbytes)
+        if any(nbytes[owner] < FLOOR_BYTES for owner in chosen):
+            self._small_left_at = now
+        return self._leave(chosen)
+
+    def _bytes_to(self, owner: int) -> int:
+        return sum(self._nbytes(owner, layer) for layer in self._waiting[owner])
+
+    def _leave(self, owners: Sequence[int]) -> ByOwner:
+        if owners:
+            self._layers = 0
+        return {owner: tuple(sorted(self._waiting.pop(owner))) for owner in owners}
+
+    def end(self) -> ByOwner:
+        """End a step; return all layers not pushed yet, including those without a gradient."""
+        for layer, owners in enumerate(self._owners):
+            if layer not in self._finished_at:
+                for owner in owners:
+                    self._waiting.setdefault(owner, []).append(layer)
+        ended = max(self._finished_at.values(), default=0.0)
+        self._remaining = {layer: ended - at for layer, at in self._finished_at.items()}
+        rest = self._leave(sorted(self._waiting))
+        self._finished_at, self._layers = {}, 0
+        return rest
+
+
+# --- events of logs -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A rank took up a layer's rows before it computed with them."""
+    """A rank loaded a layer's rows before it computed with them."""
 
     step: int
     layer: int
-    versions: tuple[int, ...]  # of each owner of the layer
+    versions: tuple[int, ...]  # by owner of the layer
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A rank handed over gradients of finished layers to one owner."""
+    """A rank pushed gradients of finished layers to one owner."""
 
     step: int
     owner: int
     layers: tuple[int, ...]
-    every: int  # n at that moment
-    values: tuple[Mapping[str, Any], ...]  # of each parameter group, as learning rates were
+    every: int  # n at that time
+    values: tuple[Mapping[str, Any], ...]  # of each parameter group, including learning rates
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """An owner made a new version of its rows of a layer."""
+    """An owner created a new version of its rows of a layer."""
 
     layer: int
     version: int
-    of: tuple[tuple[int, int], ...]  # the gradients: rank and step of each, in the order of adding
+    of: tuple[tuple[int, int], ...]  # rank and step of each gradient, in the order of addition
     digest: str  # of the rows afterwards
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What one rank did, in order; of all ranks together a single process replays the training."""
+    """Events of one rank in order; with all ranks' logs, one process can replay the training."""
 
     rank: int
     plan: Plan
-    meetings: tuple[int, ...]  # steps that it had taken at each meeting of all ranks
+    meetings: tuple[int, ...]  # steps at each synchronization
     events: tuple[Read | Send | Apply, ...]

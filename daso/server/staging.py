@@ -1,4 +1,4 @@
-"""Gradients on their way from a device to the host; the thread that computed them goes on."""
+"""Copies gradients from a device to the host without blocking the training thread."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -10,89 +10,76 @@ from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.server.partition import Partition
 from daso.server.shard import Contribution
 
-__all__ = ["Staged", "Staging", "sound"]
-
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Gradients of which copies to the host have begun."""
+    """Gradients being copied to the host."""
 
     owner: int
     urgency: int
-    contribution: Contribution  # whose row and base are being filled
-    finite: torch.Tensor  # (layers,) bool, likewise
+    contribution: Contribution  # its row is being filled
+    finite: torch.Tensor  # (layers,) bool, being filled
     copies: tuple[Arrived, ...]
 
     def arrived(self) -> bool:
-        """Return whether all is on the host."""
-        return all([arrived() for arrived in self.copies])  # each is asked
+        """Return whether all copies are complete."""
+        return all([arrived() for arrived in self.copies])  # a list: every copy must be polled
 
 
 class Staging:
-    """Gradients that leave a device, in the order in which they left.
-
-    Args:
-        copies: Between the device and its host.
-    """
+    """Queue of gradients that are copied from a device, in order."""
 
     def __init__(self, copies: DeviceStaging) -> None:
         self._copies = copies
-        self._under_way: deque[Staged] = deque()
+        self._in_flight: deque[Staged] = deque()
 
     def begin(
         self, owner: int, urgency: int, contribution: Contribution, finite: torch.Tensor
     ) -> None:
-        """Start copies of what lies on the device. Does not block.
-
-        Args:
-            owner: To whom it goes.
-            urgency: Of the message.
-            contribution: Its row and base lie on the device; nobody else writes to them.
-            finite: Of each of its layers, whether its gradient is (layers,), there.
-        """
-        one = contribution
+        """Start copying a contribution, and flags (layers,), from the device. Does not block."""
         arrivals: list[Arrived] = []
 
         def out(source: torch.Tensor) -> torch.Tensor:
-            target = self._copies.memory(source.nbytes).view(source.dtype)
-            arrivals.append(self._copies.out(source, target))
+            target = self._copies.host_memory(source.nbytes).view(source.dtype)
+            arrivals.append(self._copies.to_host(source, target))
             return target
 
-        base = None if one.base is None else out(one.base)
-        there, flags = replace(one, row=out(one.row), base=base), out(finite)
-        self._under_way.append(Staged(owner, urgency, there, flags, tuple(arrivals)))
+        host_copy = replace(contribution, row=out(contribution.row))
+        flags = out(finite)
+        self._in_flight.append(Staged(owner, urgency, host_copy, flags, tuple(arrivals)))
 
-    def came(self) -> bool:
-        """Return whether the first of them is on the host."""
-        return bool(self._under_way) and self._under_way[0].arrived()
+    def has_arrived(self) -> bool:
+        """Return whether the first contribution is on the host."""
+        return bool(self._in_flight) and self._in_flight[0].arrived()
 
     def take(self) -> Iterator[Staged]:
-        """Yield those that are on the host, each once."""
-        while self.came():
-            yield self._under_way.popleft()
+        """Yield the contributions that are on the host, each once."""
+        while self.has_arrived():
+            yield self._in_flight.popleft()
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self._in_flight)
 
     def backlog_bytes(self) -> int:
-        """Return the bytes under way, to the rank to which there are most."""
+        """Return the bytes in flight to the rank with most of them."""
         nbytes: dict[int, int] = {}
-        for one in [*self._under_way]:
-            nbytes[one.owner] = nbytes.get(one.owner, 0) + one.contribution.row.nbytes
+        for staged in [*self._in_flight]:
+            nbytes[staged.owner] = nbytes.get(staged.owner, 0) + staged.contribution.row.nbytes
         return max(nbytes.values(), default=0)
 
 
-def sound(
-    shares: Partition, owner: int, contribution: Contribution, finite: torch.Tensor
+def without_nonfinite(
+    partition: Partition, owner: int, contribution: Contribution, finite: torch.Tensor
 ) -> Contribution:
-    """Return a contribution on the host without the gradients of layers that are not finite."""
-    one = contribution
-    flags = dict(zip(one.layers, finite.tolist(), strict=True))
+    """Return a contribution on the host without gradients of non-finite layers."""
+    flags = dict(zip(contribution.layers, finite.tolist(), strict=True))
     if all(flags.values()):
-        return one
-    kept = [flags[layer] for layer in one.layers for _ in shares.layers[layer]]
-    for keeps, (_, rows) in zip(kept, shares.unpack(owner, one.layers, one.row), strict=True):
-        if not keeps:
+        return contribution
+    layers = contribution.layers
+    keeps = [flags[layer] for layer in layers for _ in partition.layers[layer]]
+    unpacked = partition.unpack(owner, layers, contribution.row)
+    for is_kept, (_, rows) in zip(keeps, unpacked, strict=True):
+        if not is_kept:
             rows.zero_()
-    has = tuple(keeps and has for keeps, has in zip(kept, one.has, strict=True))
-    return replace(one, has=has)
+    has = tuple(is_kept and has for is_kept, has in zip(keeps, contribution.has, strict=True))
+    return replace(contribution, has=has)

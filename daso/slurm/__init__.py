@@ -1,1 +1,1 @@
-"""SLURM jobs: profiles of sites, batch scripts, submission, states of the queue."""
+"""SLURM jobs: site profiles, batch scripts, submission, queue states."""

@@ -1,4 +1,4 @@
-"""A SLURM job as a record, with all that its batch script says.
+"""A SLURM job as a record, and its batch script.
 
 The fields of `Job` with a help text are the options: flags of ``daso submit``, keys of a site
 profile, checks and defaults all come from them.
@@ -14,12 +14,10 @@ from typing import Any
 from daso.errors import ConfigError
 from daso.slurm.launcher import Launcher
 from daso.slurm.rank_entry import REQUEUE
-
-__all__ = ["Job", "flag", "name_of", "options", "quote"]
-
+from daso.version import __version__
 
 LOGS = "runs/slurm"
-MOST_NAME = 200  # letters: files of logs have it and the job's number in their names
+MOST_NAME = 200  # letters: names of log files contain it and the job's number
 
 
 def _option(default: Any, text: str, metavar: str = "TEXT") -> Any:
@@ -28,15 +26,15 @@ def _option(default: Any, text: str, metavar: str = "TEXT") -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One job.
+    """A SLURM job.
 
     Args:
-        program: What each rank runs: a script or ``-m module``, then its arguments.
-        launcher: What starts the ranks.
+        program: Program of each rank: a script or ``-m module``, then its arguments.
+        launcher: Program that starts the ranks.
         chdir: The folder to run in; absolute.
         root: Whether root submits.
         site: Name of the site profile, for a comment; empty for none.
-        mpirun: The mpirun, where the launcher is one.
+        mpirun: Path of mpirun, if it is the launcher.
     """
 
     program: tuple[str, ...]
@@ -86,7 +84,7 @@ class Job:
                 raise ConfigError(
                     f"{flag(name)} must be at least {least}, not {getattr(self, name)}"
                 )
-        if self.signal_seconds > 65535:  # what sbatch takes
+        if self.signal_seconds > 65535:  # sbatch's limit
             raise ConfigError(
                 f"--signal-seconds must be at most 65535, not {self.signal_seconds}; take less"
             )
@@ -111,7 +109,7 @@ class Job:
         if 0 < _seconds(self.time) <= self.signal_seconds:
             raise ConfigError(
                 f"--time must be longer than --signal-seconds, {self.signal_seconds} s, not "
-                f"{self.time!r}, or the job is told to save and end as soon as it begins; give "
+                f"{self.time!r}, or the job is asked to save and end as soon as it begins; give "
                 f"more --time, or less --signal-seconds"
             )
 
@@ -121,7 +119,7 @@ class Job:
         names = f"{self.chdir}{self.logs}{self.python}{self.container}{self.mpirun}{self.site}"
         if re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", names):
             raise ConfigError("names of files and folders must be single lines; rename them")
-        if "\\" in f"{self.chdir}{self.logs}":  # sbatch takes one away, within quotes too
+        if "\\" in f"{self.chdir}{self.logs}":  # sbatch removes one, even in quotes
             raise ConfigError(
                 f"the folders that a job runs and logs in must have no backslash in their names, "
                 f"but {self.chdir} and {self.logs} do; rename them"
@@ -134,28 +132,29 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
+        """Return the number of ranks."""
         return self.nodes * self.tasks_per_node
 
     @property
     def size(self) -> str:
-        """The size in words: ``4 nodes x 1 rank``."""
+        """Return the size in words: ``4 nodes x 1 rank``."""
         return f"{_count(self.nodes, 'node')} x {_count(self.tasks_per_node, 'rank')}"
 
     @property
     def folder(self) -> Path:
-        """The folder of logs; absolute."""
+        """Return the folder of logs; absolute."""
         return self.chdir / self.logs
 
     @property
     def log_pattern(self) -> str:
-        """The log file in sbatch's notation."""
+        """Return the log file in sbatch's notation."""
         folder = str(self.folder).replace("%", "%%")
         return f"{folder}/%x-{'%A_%a' if self.array else '%j'}.out"
 
     def directives(self) -> list[str]:
-        """Return the words behind ``#SBATCH``, line by line."""
-        to = "B:" if self.launcher.by_mpirun else ""  # else to every step, hence to every rank
+        """Return the options of the ``#SBATCH`` lines."""
+        # B: signals the batch script; otherwise SLURM signals every step and so every rank.
+        prefix = "B:" if self.launcher.by_mpirun else ""
         lines = {
             "job-name": self.name,
             "nodes": self.nodes,
@@ -174,21 +173,23 @@ class Job:
             "chdir": shlex.quote(str(self.chdir)),
             "output": shlex.quote(self.log_pattern),
             "open-mode": "append",
-            "signal": f"{to}USR1@{self.signal_seconds}",
+            "signal": f"{prefix}USR1@{self.signal_seconds}",
         }
-        given = [f"--{name}={value}" for name, value in lines.items() if value not in ("", 0)]
+        words = [f"--{name}={value}" for name, value in lines.items() if value not in ("", 0)]
         flags = ["--requeue", *(["--exclusive"] if self.exclusive else [])]
-        return [*given, *flags, *self.extra]
+        return [*words, *flags, *self.extra]
 
     def _gpus(self) -> dict[str, str]:
         if not self.gpus_per_node:
             return {}
         count = str(self.gpus_per_node)
-        asked = {"gres": f"gpu:{count}"} if self.gpu_request == "gres" else {"gpus-per-node": count}
-        return {**asked, "gpu-bind": self.gpu_bind}
+        request = (
+            {"gres": f"gpu:{count}"} if self.gpu_request == "gres" else {"gpus-per-node": count}
+        )
+        return {**request, "gpu-bind": self.gpu_bind}
 
     def variables(self) -> list[str]:
-        """Return what is exported, as words of a shell; the site's and the user's come last."""
+        """Return the exported variables as words of a shell; the site's and user's come last."""
         ours = self.launcher.environment(root=self.root)
         if self.launcher.by_mpirun and (masks := self._cpu_masks()):
             ours |= {"DASO_CPU_MASKS": masks}
@@ -197,12 +198,12 @@ class Job:
 
     def _cpu_masks(self) -> str:
         """Return the masks that srun would bind ranks to, in hexadecimal, by commas."""
-        given = [word.removeprefix(MASKS) for word in self.srun if word.startswith(MASKS)]
-        return given[-1] if given else ""
+        masks = [word.removeprefix(MASKS) for word in self.srun if word.startswith(MASKS)]
+        return masks[-1] if masks else ""
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Options of srun that say nothing here, where mpirun starts the ranks."""
+        """Return options of srun without effect, because mpirun starts the ranks."""
         if not self.launcher.by_mpirun:
             return ()
         return tuple(word for word in self.srun if not word.startswith((MASKS, UNBOUND)))
@@ -211,7 +212,7 @@ class Job:
         """Return the words that start the ranks.
 
         Python runs the program through mpi4py, so that an exception on one rank ends all, and
-        through daso, so that the script knows of an exit code that srun would not tell.
+        through daso, which records an exit code that srun would lose.
         """
         launch = self.launcher.words(self.mpirun)
         launch += ["-n", str(self.ranks)] if self.launcher.by_mpirun else self.srun
@@ -233,7 +234,7 @@ LEAST = {
     "max_restarts": 0,
     "restart_on_failure": 0,
 }
-# Words that sbatch reads as they are: it would take a blank, quote or # for the end of a value.
+# Values without quoting in sbatch: a blank, quote or # would end them.
 WORD = (r"[^\s'\"\\#]+", "one word without blanks, quotes, # and backslashes")
 FORMS = {
     "name": (r"[\w.+-]{1,200}", "up to 200 letters, digits and . + - _ (file names have it)"),
@@ -269,7 +270,7 @@ LINE_FORMS = {
 
 def options() -> dict[str, Any]:
     """Return the fields of `Job` that a user may set, by name."""
-    return {one.name: one for one in fields(Job) if "help" in one.metadata}
+    return {option.name: option for option in fields(Job) if "help" in option.metadata}
 
 
 def flag(name: str) -> str:
@@ -292,15 +293,58 @@ def _count(number: int, noun: str) -> str:
 
 
 def quote(word: str) -> str:
-    """Return a word as bash has to be given it."""
+    """Return a word quoted for bash."""
     if not re.search(r"[\x01-\x1f\x7f]", word):
         return shlex.quote(word)
     known = word.replace("\\", r"\\").replace("'", r"\'")
-    spelled = re.sub(r"[\x01-\x1f\x7f]", lambda found: f"\\{ord(found[0]):03o}", known)
+    spelled = re.sub(r"[\x01-\x1f\x7f]", lambda match: f"\\{ord(match[0]):03o}", known)
     return f"$'{spelled}'"
 
 
 def name_of(program: Sequence[str]) -> str:
-    """Return a name for a job from what it runs."""
+    """Return a job name derived from its program."""
     word = program[1] if program[:1] == ("-m",) and len(program) > 1 else Path(program[0]).stem
     return re.sub(r"[^\w.+-]", "-", word, flags=re.ASCII)[:MOST_NAME] or "daso"
+
+
+def _keys(job: Job) -> dict[str, Any]:
+    """Return the variables of templates."""
+    values = {name: getattr(job, name) for name in options()}
+    return values | {
+        "command": " ".join(map(quote, job.command())),
+        "directives": job.directives(),
+        "folder": quote(str(job.folder)),
+        "launcher": str(job.launcher),
+        "by_mpirun": job.launcher.by_mpirun,
+        "ranks": job.ranks,
+        "requeue": REQUEUE,
+        "site": job.site,
+        "size": job.size,
+        "variables": job.variables(),
+        "version": __version__,
+        "why": job.launcher.why,
+    }
+
+
+def render(job: Job, template: str, *, name: str) -> str:
+    """Return the batch script of a job from a template."""
+    from jinja2 import Environment, StrictUndefined, meta
+
+    engine = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    keys = _keys(job)
+    try:
+        unknown = sorted(meta.find_undeclared_variables(engine.parse(template)) - keys.keys())
+        if not unknown:
+            return engine.from_string(template).render(keys)
+    except Exception as error:  # a template is a program and may raise anything
+        where = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"a template must be Jinja text, but {name}{where}: {reason}; mend it"
+        ) from error
+    raise ConfigError(
+        f"a template may use only known keys, but {name} uses {', '.join(unknown)}; the "
+        f"keys are {', '.join(sorted(keys))}"
+    )

@@ -1,4 +1,4 @@
-"""Which program starts the ranks of a SLURM job: a table of MPI libraries and what srun offers.
+"""The program that starts the ranks of a SLURM job, chosen by MPI library and srun's plugins.
 
 A wrong pair starts N worlds of one rank each, or fails: MPICH does not speak PMIx to SLURM 22.05,
 Open MPI does not speak PMI-2.
@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 from daso.errors import ConfigError
 
-__all__ = ["CHOICES", "Launcher", "choose", "family", "read_netmods", "read_offered"]
-
 CHOICES = ("auto", "pmix", "pmi2", "cray_shasta", "srun", "mpirun")
 
-# MPI library: what starts its ranks, best first. "srun" is srun with the site's own default.
+# Launchers of each MPI library, best first. "srun" is srun with the site's default plugin.
 MATRIX = {
     "MPICH": ("pmi2", "mpirun"),
     "Open MPI": ("pmix", "mpirun"),
@@ -22,7 +20,7 @@ MATRIX = {
     "Intel MPI": ("mpirun",),
 }
 
-# In the order in which they are looked for: Cray's text also says MPICH.
+# In search order: Cray's text also contains MPICH.
 NAMES = {
     "CRAY MPICH": "Cray MPICH",
     "Intel(R) MPI": "Intel MPI",
@@ -33,13 +31,13 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """What starts the ranks.
+    """The program that starts the ranks.
 
     Args:
         kind: ``"pmix"``, ``"pmi2"``, ``"cray_shasta"``, ``"srun"`` or ``"mpirun"``.
-        library: Name of the MPI library; None where it cannot be seen from here.
-        why: Why it was chosen, for people.
-        netmods: How an MPICH can reach other hosts, its own choice first: ``("ucx", "ofi")``.
+        library: Name of the MPI library; None if unknown here.
+        why: The reason of the choice.
+        netmods: Network modules of an MPICH, its default first: ``("ucx", "ofi")``.
     """
 
     kind: str
@@ -49,26 +47,26 @@ class Launcher:
 
     @property
     def by_mpirun(self) -> bool:
-        """Whether mpirun starts the ranks, so that the batch script has to pass signals on."""
+        """Return whether mpirun starts the ranks; the batch script then forwards signals."""
         return self.kind == "mpirun"
 
     def __str__(self) -> str:
         return self.kind if self.kind in ("mpirun", "srun") else f"srun --mpi={self.kind}"
 
     def words(self, mpirun: str) -> list[str]:
-        """Return how its command line begins, without the number of ranks."""
+        """Return the beginning of its command line, without the number of ranks."""
         if not self.by_mpirun:
             return [*str(self).split(), "--kill-on-bad-exit=1"]
-        # Open MPI binds a rank to one core otherwise, with all its threads.
+        # Otherwise Open MPI binds a rank, with all its threads, to one core.
         return [mpirun, *(["--bind-to", "none"] if self.library == "Open MPI" else [])]
 
     def environment(self, *, root: bool) -> dict[str, str]:
-        """Return what has to be set for it."""
+        """Return the environment variables that it needs."""
         ours: dict[str, str] = {}
         if self.library == "Open MPI":
             ours["OMPI_MCA_osc"] = "^ucx"  # as for `daso run`
         if self.kind == "pmix":
-            # Open MPI 5.0 under SLURM's PMIx 4 complains of munge and of shared memory otherwise.
+            # Otherwise Open MPI 5.0 under SLURM's PMIx 4 warns about munge and shared memory.
             ours |= {"PMIX_MCA_psec": "native", "PMIX_MCA_gds": "hash"}
         if self.kind == "pmi2" and self.netmods[:1] == ("ucx",) and "ofi" in self.netmods:
             # Slower than UCX, but see `choose`.
@@ -82,40 +80,44 @@ class Launcher:
 
 
 def family(text: str) -> str | None:
-    """Return the name of an MPI library from what it says of itself."""
+    """Return the name of an MPI library from its version text."""
     return next((name for sign, name in NAMES.items() if sign.lower() in text.lower()), None)
 
 
 def read_netmods(text: str) -> tuple[str, ...]:
-    """Return how an MPICH can reach other hosts, its own choice first."""
-    found = re.search(r"^MPICH Device:\s*ch4:([\w, ]+)$", text, re.MULTILINE)
-    return tuple(re.findall(r"\w+", found[1])) if found else ()
+    """Return the network modules of an MPICH, its default first."""
+    match = re.search(r"^MPICH Device:\s*ch4:([\w, ]+)$", text, re.MULTILINE)
+    return tuple(re.findall(r"\w+", match[1])) if match else ()
 
 
 def read_offered(text: str) -> tuple[str, ...]:
-    """Return the plugins that ``srun --mpi=list`` names."""
+    """Return the plugins listed by ``srun --mpi=list``."""
     return tuple(dict.fromkeys(re.findall(r"\b(?:none|openmpi|cray_shasta|pm\w+)\b", text)))
 
 
-def choose(said: str | None, offered: Sequence[str], wanted: str = "auto") -> Launcher:
-    """Choose what starts the ranks."""
-    library, netmods = family(said or ""), read_netmods(said or "")
+def choose(version_text: str | None, offered: Sequence[str], choice: str = "auto") -> Launcher:
+    """Choose the launcher.
+
+    version_text is that of the MPI library, None if unknown; choice is the value of --launcher.
+    """
+    library, netmods = family(version_text or ""), read_netmods(version_text or "")
     plugins = ", ".join(offered) or "no plugin"
-    if wanted not in CHOICES:
-        raise ConfigError(f"--launcher must be one of {', '.join(CHOICES)}, not {wanted!r}")
-    if wanted != "auto":
-        if offered and wanted not in ("srun", "mpirun", *offered):
+    if choice not in CHOICES:
+        raise ConfigError(f"--launcher must be one of {', '.join(CHOICES)}, not {choice!r}")
+    if choice != "auto":
+        if offered and choice not in ("srun", "mpirun", *offered):
             raise ConfigError(
                 f"--launcher must be one that srun offers here, but it offers {plugins}, not "
-                f"{wanted}; leave --launcher out, or take mpirun"
+                f"{choice}; leave --launcher out, or take mpirun"
             )
-        usual = MATRIX[library][0] if library else wanted
-        other = "" if wanted in (usual, "mpirun") else f"; {library} usually takes {usual}"
-        return Launcher(wanted, library, f"as asked for{other}", netmods)
+        usual = MATRIX[library][0] if library else choice
+        other = "" if choice in (usual, "mpirun") else f"; {library} usually takes {usual}"
+        return Launcher(choice, library, f"as requested{other}", netmods)
     if library is None:
         raise ConfigError(
             "the MPI library of the ranks must be known to choose a launcher, but it cannot be "
-            "seen from here; give --launcher (Open MPI: pmix, MPICH: pmi2, Cray MPICH: cray_shasta)"
+            "determined here; give --launcher (Open MPI: pmix, MPICH: pmi2, Cray MPICH: "
+            "cray_shasta)"
         )
     why = f"the MPI library is {library}, and srun offers {plugins}"
     if library == "MPICH" and netmods[:1] == ("ucx",):
@@ -123,5 +125,5 @@ def choose(said: str | None, offered: Sequence[str], wanted: str = "auto") -> La
         # one: some jobs would fail in MPI_Init ("value not properly terminated").
         why += "; but UCX addresses are too long for SLURM's PMI-2"
         return Launcher("mpirun", library, why, netmods)
-    kind = next(one for one in (*MATRIX[library], "srun") if one in (*offered, "mpirun", "srun"))
+    kind = next(k for k in (*MATRIX[library], "srun") if k in (*offered, "mpirun", "srun"))
     return Launcher(kind, library, why, netmods)

@@ -1,6 +1,5 @@
-"""Site profiles: TOML files with what a cluster needs, and the files that come with daso."""
+"""Site profiles: TOML files with the settings of a cluster, and daso's built-in profiles."""
 
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -8,52 +7,51 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from daso.checks import did_you_mean
 from daso.environment import expand, site_name
 from daso.errors import ConfigError
 from daso.slurm.job import Job, options
-
-__all__ = ["FOLDER", "Site", "known_sites", "parse_site", "read_site", "read_template"]
 
 FOLDER = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What a profile says.
+    """A site profile.
 
     Args:
         name: Its name; empty for no site at all.
         defaults: Values of options, which flags override.
-        launcher: What starts ranks here: a choice of ``--launcher``.
-        client: Environment of sbatch, scontrol and the like.
-        told: The same as the profile says it, with names of variables, which may be secret.
+        launcher: Launcher of ranks: a choice of ``--launcher``.
+        client: Environment of sbatch, scontrol and other commands.
+        unexpanded: ``client`` before variables are expanded, whose values may be secret.
     """
 
     name: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     launcher: str = "auto"
     client: Mapping[str, str] = field(default_factory=dict)
-    told: Mapping[str, str] = field(default_factory=dict)
+    unexpanded: Mapping[str, str] = field(default_factory=dict)
 
 
 def known_sites() -> list[str]:
-    """Return the names of the profiles that come with daso."""
+    """Return the names of daso's built-in profiles."""
     return sorted(path.stem for path in (FOLDER / "sites").glob("*.toml"))
 
 
-def read_site(wanted: str | None) -> Site:
+def read_site(name: str | None) -> Site:
     """Read a profile."""
-    wanted = wanted or site_name()
-    if not wanted:
+    name = name or site_name()
+    if not name:
         return Site()
-    is_file = wanted.endswith(".toml")
-    if not is_file and wanted not in known_sites():
+    is_file = name.endswith(".toml")
+    if not is_file and name not in known_sites():
         raise ConfigError(
-            f"a site must be one of {', '.join(known_sites())}, or a TOML file, not {wanted!r}; "
+            f"a site must be one of {', '.join(known_sites())}, or a TOML file, not {name!r}; "
             f"leave --site and DASO_SITE out for none"
         )
-    path = Path(wanted) if is_file else FOLDER / "sites" / f"{wanted}.toml"
-    # The name is a comment of the batch script: a line break would end it.
+    path = Path(name) if is_file else FOLDER / "sites" / f"{name}.toml"
+    # The name stands in a comment of the batch script: a line break would end it.
     return parse_site(re.sub(r"[^\w.+-]", "-", path.stem), _read(path, "a site profile"), str(path))
 
 
@@ -85,21 +83,22 @@ def parse_site(name: str, text: str, where: str) -> Site:
     known = options().keys() - {"environment"}
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            keys = ", ".join(sorted({*known, "client", "environment", "launcher"}))
-            raise ConfigError(f"unknown key {key!r} in {where}; {hint}valid keys: {keys}")
+            keys = {*known, "client", "environment", "launcher"}
+            hint, valid = did_you_mean(key, keys), ", ".join(sorted(keys))
+            raise ConfigError(f"unknown key {key!r} in {where}{hint}; valid keys: {valid}")
     defaults = {key: _convert(key, value, hints[key], where) for key, value in values.items()}
     if environment:
         defaults["environment"] = tuple(f"{key}={value}" for key, value in environment.items())
     expanded = {key: expand(value) for key, value in client.items()}
-    return Site(name=name, defaults=defaults, launcher=str(launcher), client=expanded, told=client)
+    return Site(
+        name=name, defaults=defaults, launcher=str(launcher), client=expanded, unexpanded=client
+    )
 
 
 def _convert(key: str, value: Any, kind: Any, where: str) -> Any:
     lines = kind == tuple[str, ...]
     fits = (
-        isinstance(value, list) and all(isinstance(one, str) for one in value)
+        isinstance(value, list) and all(isinstance(item, str) for item in value)
         if lines
         else type(value) is kind
     )
@@ -113,6 +112,6 @@ NAMES = {int: "a whole number", str: "text", bool: "true or false"}
 
 
 def _pairs(value: Any, key: str, where: str) -> dict[str, str]:
-    if isinstance(value, Mapping) and all(isinstance(one, str) for one in value.values()):
+    if isinstance(value, Mapping) and all(isinstance(text, str) for text in value.values()):
         return dict(value)
     raise ConfigError(f"{key} in {where} must be a table of texts, not {value!r}")

@@ -1,6 +1,7 @@
-"""The door to SLURM's commands."""
+"""SLURM's commands: runs them, and explains their refusals."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -8,12 +9,11 @@ from pathlib import Path
 
 from daso.environment import for_sbatch, merged
 from daso.errors import TopologyError
+from daso.slurm.job import Job, flag
 from daso.slurm.launcher import read_offered
 
-__all__ = ["NoAnswerError", "ask", "has_settings", "is_there", "library_of", "offered", "require"]
-
-SECONDS = 60  # a controller that is down answers after some time-outs of its own
-SUBMIT_SECONDS = 600  # who stops sbatch does not know whether the job is there
+SECONDS = 60  # commands report a stopped controller only after their own time-outs
+SUBMIT_SECONDS = 600  # after an interrupted sbatch the job may or may not exist
 
 
 class NoAnswerError(TopologyError):
@@ -26,12 +26,12 @@ def is_there(command: str) -> bool:
 
 
 def has_settings(client: Mapping[str, str]) -> bool:
-    """Return whether SLURM's settings are where a site says; without, a command waits a minute."""
+    """Return whether the SLURM_CONF of a site exists; a command without it waits a minute."""
     return "SLURM_CONF" not in client or Path(client["SLURM_CONF"]).is_file()
 
 
 def require(command: str) -> None:
-    """Refuse to go on without a command."""
+    """Raise if a command is not on PATH."""
     if not is_there(command):
         raise TopologyError(
             f"{command} must be on PATH, but it is not; log in to a node of a SLURM cluster, see "
@@ -54,39 +54,127 @@ def ask(
             f"the cluster, or choose another --site"
         )
     seconds = SECONDS if text is None else SUBMIT_SECONDS
-    given = b"" if text is None else text.encode("utf-8", "surrogateescape")
+    stdin = b"" if text is None else text.encode("utf-8", "surrogateescape")
     env = merged(os.environ, client) if text is None else for_sbatch(os.environ, client, options)
     try:
         return subprocess.run(
             words,
             env=env,
-            input=given,
+            input=stdin,
             capture_output=True,
             timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        there = "" if text is None else "; `squeue --me` tells whether the job is there"
+        hint = "" if text is None else "; `squeue --me` shows whether the job exists"
         raise NoAnswerError(
             f"{words[0]} must answer within {seconds} s, but it does not; see whether the "
-            f"cluster's controller is up with `scontrol ping`{there}"
+            f"cluster's controller is up with `scontrol ping`{hint}"
         ) from error
 
 
 def library_of(python: str) -> str | None:
-    """Let a Python tell of its MPI library, which does not start MPI."""
+    """Return the version text of a Python's MPI library, without starting MPI; None if unknown."""
     words = [python, "-m", "mpi4py", "--mpi-lib-version"]
     try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        run = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return said.stdout if said.returncode == 0 else None
+    return run.stdout if run.returncode == 0 else None
 
 
 def offered(client: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the MPI plugins that srun offers; none where there is no srun to ask."""
+    """Return the MPI plugins that srun offers; none without srun."""
     if not is_there("srun") or not has_settings(client):
         return ()
-    said = ask(["srun", "--mpi=list"], client=client)
-    text = (said.stdout + said.stderr).decode("utf-8", "replace")
-    return read_offered(text) if said.returncode == 0 else ()
+    run = ask(["srun", "--mpi=list"], client=client)
+    text = (run.stdout + run.stderr).decode("utf-8", "replace")
+    return read_offered(text) if run.returncode == 0 else ()
+
+
+def too_big(job: Job, nodes: str) -> str | None:
+    """Return the reason why a job cannot fit into its partition, or None if it can."""
+    rows = [line.split("|") for line in nodes.splitlines() if line.count("|") == 2]
+    partitions = job.partition.split(",") if job.partition else [""]
+    sizes_here = [
+        (int(cpus), int(count))
+        for name, cpus, count in rows
+        if cpus.isdecimal()  # not 32+, which groups nodes of several sizes
+        and (name.rstrip("*") in partitions if job.partition else name.endswith("*"))
+    ]
+    need = job.tasks_per_node * job.cpus_per_task
+    fit = sum(count for cpus, count in sizes_here if cpus >= need)
+    if not sizes_here or fit >= job.nodes or "--overcommit" in " ".join(job.extra):
+        return None
+    sizes = ", ".join(f"{count} of {cpus} CPUs" for cpus, count in sorted(sizes_here))
+    return (
+        f"ranks must fit into the slots of the partition, which has nodes: {sizes}; not {job.size} "
+        f"with {need} CPUs on each; take fewer --nodes, --tasks-per-node or --cpus-per-task, or "
+        f"another --partition"
+    )
+
+
+# Patterns of sbatch's errors (SLURM 22.05): the rule, the options with the value, the remedy.
+REFUSALS = {
+    r"node configuration is not available|CPU count per node|Node count specification|"
+    r"More processors requested|Task count specification": (
+        "the cluster must be able to hold the job",
+        ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "mem"),
+        "ask for less; `sinfo -o '%P %D %c %m %G'` shows nodes, CPUs, memory and GPUs",
+    ),
+    r"[Mm]emory specification": (
+        "a node must have the memory",
+        ("mem",),
+        "ask for less; `sinfo -o '%P %m'` shows what there is",
+    ),
+    r"account/partition combination": (
+        "the account must be yours, and may use the partition",
+        ("account", "partition"),
+        "`sacctmgr show assoc user=$USER format=account,partition` lists yours",
+    ),
+    r"accounting/QOS policy|QOS\w*Limit|Assoc\w*Limit": (
+        "a job must be within the limits of its account and quality of service",
+        ("nodes", "time", "account", "qos"),
+        "ask for less, or wait for your other jobs; `sacctmgr show qos` lists limits",
+    ),
+    r"partition": ("the partition must be there", ("partition",), "`sinfo -s` lists them"),
+    r"account": ("the account must be yours", ("account",), "`sacctmgr show user $USER` has it"),
+    r"qos|QOS": ("the quality of service must be there", ("qos",), "`sacctmgr show qos` has it"),
+    r"feature": ("nodes must have the features", ("constraint",), "`sinfo -o '%P %f'` lists them"),
+    r"generic resource|gres|GRES": (
+        "nodes must have the GPUs",
+        ("gpus_per_node", "gpu_request"),
+        "`sinfo -o '%P %G'` lists them; some sites want --gpu-request=gres",
+    ),
+    r"time limit|time specification": (
+        "the time limit must be one that the partition allows",
+        ("time", "partition"),
+        "`sinfo -o '%P %l'` lists them",
+    ),
+    r"dependency": (
+        "the jobs to wait for must be there",
+        ("dependency",),
+        "`squeue --me` lists them",
+    ),
+    r"contact slurm controller|establish a configuration|Connection refused|fetch config": (
+        "the cluster's controller must answer",
+        (),
+        "see `scontrol ping`; on a test cluster, choose its --site",
+    ),
+}
+
+
+def explain(stderr: str, job: Job) -> str:
+    """Return sbatch's refusal as one line with rule, value and remedy."""
+    words = [re.sub(r"^sbatch: (error|fatal): ", "", line) for line in stderr.splitlines()]
+    words = [word for word in words if word and not word.startswith("Try ")]
+    reason = words[-1].removeprefix("Batch job submission failed: ") if words else "nothing"
+    for sign, (rule, names, remedy) in REFUSALS.items():
+        if re.search(sign, " ".join(words)):
+            values = [f"{flag(name)}={getattr(job, name)}" for name in names if getattr(job, name)]
+            options = f" to {' '.join(values)}" if values else ""
+            return f"{rule}, but sbatch said {reason!r}{options}; {remedy}"
+    return (
+        f"sbatch must take the job, but said {reason!r}; change the option that it names, or see "
+        f"the script with --dry-run"
+    )

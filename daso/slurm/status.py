@@ -1,4 +1,4 @@
-"""`daso status` and `daso logs`: what became of submitted jobs."""
+"""`daso status` and `daso logs`: the states and logs of submitted jobs."""
 
 import argparse
 import json
@@ -7,24 +7,121 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from daso.environment import expand, path_of
+from daso.environment import expand
 from daso.errors import ConfigError
-from daso.slurm.job_state import END, State, read_accounting, read_jobs, read_log_end, render
+from daso.paths import path_of
 from daso.slurm.sites import read_site
 from daso.slurm.slurm_commands import NoAnswerError, ask, is_there
 from daso.slurm.submit import RECORDS, Record
 
-__all__ = ["add_logs", "add_status"]
-
-LOOK_SECONDS = 0.2  # from one look into the log to the next
+POLL_SECONDS = 0.2  # between reads of the log
 TAIL_BYTES = 1 << 16
-NEWEST = 20  # jobs that are shown when none is named: each costs the controller a question
-ASK_SECONDS = 5.0  # from one question to the controller, which all users share, to the next
-END_SECONDS = 1.0  # the same once the script has written its last line
+NEWEST = 20  # jobs shown by default: each costs the controller a request
+ASK_SECONDS = 5.0  # between requests to the controller, which all users share
+END_SECONDS = 1.0  # the same after the script's last line
 FORGOTTEN = "SLURM has forgotten it"
+PLAIN = ("None", "NonZeroExitCode")  # reasons less specific than the exit code
+# The script's last line; the program's last words may stand before it, without a line's end.
+END = r"daso: job \d+ ended with exit code (\d+)$"
+# A job in one of these states will not run again; all others may (COMPLETING, REQUEUED, ...).
+ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The state of one job, or of one task of an array."""
+
+    job: str
+    name: str
+    state: str
+    nodes: str = "-"
+    elapsed: str = "-"
+    restarts: str = "-"
+    reason: str = "-"
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the job will not run again."""
+        return self.state in ENDED
+
+
+def read_jobs(text: str) -> list[State]:
+    """Parse the output of ``scontrol show job -o``."""
+    jobs = [_read_job(line) for line in text.splitlines() if line.startswith("JobId=")]
+    return sorted(jobs, key=lambda state: [int(word) for word in re.findall(r"\d+", state.job)])
+
+
+def _read_job(line: str) -> State:
+    words = re.split(r" (?=[A-Z][\w:/]*=)", line.strip())
+    values = dict(word.partition("=")[::2] for word in words)
+    number = values["JobId"]
+    if "ArrayJobId" in values and "ArrayTaskId" in values:
+        number = f"{values['ArrayJobId']}_{values['ArrayTaskId']}"
+    nodes = values.get("NodeList", "(null)")
+    code = values.get("ExitCode", "0:0")
+    reason = values.get("Reason", "None")
+    return State(
+        job=number,
+        name=values.get("JobName", "-"),
+        state=values.get("JobState", "UNKNOWN"),
+        nodes=values.get("NumNodes", "-") if nodes in ("", "(null)") else nodes,
+        elapsed=values.get("RunTime", "-"),
+        restarts=values.get("Restarts", "-"),
+        reason=f"exit code {_code(code)}" if code != "0:0" and reason in PLAIN else reason,
+    )
+
+
+def _code(text: str) -> str:
+    """Return ``code:signal`` in words."""
+    code, _, number = text.partition(":")
+    return code if number in ("", "0") else f"{code}, signal {number}"
+
+
+def read_accounting(text: str) -> list[State]:
+    """Parse the output of ``sacct -nPX -o JobID,JobName,State,NodeList,Elapsed,ExitCode``."""
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 5]
+    return [
+        State(
+            job=job,
+            name=name,
+            state=state.split()[0],  # "CANCELLED by 1000"
+            nodes=nodes,
+            elapsed=elapsed,
+            reason="None" if code == "0:0" else f"exit code {_code(code)}",
+        )
+        for job, name, state, nodes, elapsed, code in rows
+    ]
+
+
+def read_log_end(text: str, *, job: str, name: str) -> State | None:
+    """Return the final state of a job from the last line of its log."""
+    lines = text.strip().splitlines()
+    end = re.search(END, lines[-1]) if lines else None
+    if end is None:
+        return None
+    state = "COMPLETED" if end[1] == "0" else "FAILED"
+    begun = re.findall(r"^daso: job \d+ on \S+, restart (\d+)$", text, re.MULTILINE)
+    restarts = begun[-1] if begun else "-"
+    reason = "None" if end[1] == "0" else f"exit code {end[1]}"
+    return State(job=job, name=name, state=state, restarts=restarts, reason=reason)
+
+
+def table(states: Sequence[State]) -> str:
+    """Return jobs as a table for a terminal."""
+    names = ("job", "name", "state", "nodes", "elapsed", "restarts", "reason")
+    rows = [names, *(tuple(str(getattr(state, name)) for name in names) for state in states)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+    lines = [
+        "  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +138,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 def add_logs(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``daso logs``."""
     parser.add_argument("job", help="job id, such as 12, or 12_3 for one of an array")
-    parser.add_argument("--follow", action="store_true", help="go on until the job has ended")
+    parser.add_argument("--follow", action="store_true", help="print until the job has ended")
     _add_logs_folder(parser)
     parser.set_defaults(run=logs)
 
@@ -85,28 +182,27 @@ def status(chosen: argparse.Namespace, _: Sequence[str]) -> int:
             f"{chosen.logs / RECORDS} must list jobs, but there is none; submit one, go where you "
             f"submitted, or give a job id"
         )
-    wanted: list[str] = [chosen.job] if chosen.job else list(records)[-NEWEST:]
+    jobs: list[str] = [chosen.job] if chosen.job else list(records)[-NEWEST:]
     site = read_site(chosen.site).client
-    found = [_look_up(one, records.get(_number(one)), site) for one in wanted]
-    states = [state for several in found for state in several]
+    states = [state for job in jobs for state in _look_up(job, records.get(_number(job)), site)]
     as_json = json.dumps([asdict(state) for state in states], indent=2) if chosen.json else ""
-    print(as_json or render(states))
+    print(as_json or table(states))
     return 0
 
 
 def _look_up(job: str, record: Record | None, site: Mapping[str, str]) -> list[State]:
-    """Return what the controller knows, else the accounting, else the log."""
+    """Return a job's states from the controller, else the accounting, else the log."""
     client = dict(site) or (record.client if record else {})
-    said = ask(["scontrol", "show", "job", "-o", job], client=client)
-    if states := read_jobs(said.stdout.decode("utf-8", "replace")):
+    controller = ask(["scontrol", "show", "job", "-o", job], client=client)
+    if states := read_jobs(controller.stdout.decode("utf-8", "replace")):
         return states
     if is_there("sacct"):
         form = "JobID,JobName,State,NodeList,Elapsed,ExitCode"
-        kept = ask(["sacct", "-nPX", "-j", job, "-o", form], client=client)
-        if states := read_accounting(kept.stdout.decode("utf-8", "replace")):
+        accounting = ask(["sacct", "-nPX", "-j", job, "-o", form], client=client)
+        if states := read_accounting(accounting.stdout.decode("utf-8", "replace")):
             return states
     if record is None:
-        why = said.stderr.decode("utf-8", "replace").strip().splitlines()
+        why = controller.stderr.decode("utf-8", "replace").strip().splitlines()
         raise ConfigError(
             f"a job must be known to SLURM or submitted from here, but {job} is not: "
             f"{why[-1] if why else 'no answer'}; `daso status` lists those submitted from here"
@@ -115,8 +211,8 @@ def _look_up(job: str, record: Record | None, site: Mapping[str, str]) -> list[S
         read_log_end(_tail(path), job=_job_of(path, job, record), name=record.name)
         for path in _files(job, record)
     ]
-    why = said.stderr.decode("utf-8", "replace").strip().splitlines() or ["no answer"]
-    forgotten = said.returncode == 0 or "Invalid job id" in why[-1]
+    why = controller.stderr.decode("utf-8", "replace").strip().splitlines() or ["no answer"]
+    forgotten = controller.returncode == 0 or "Invalid job id" in why[-1]
     return [end for end in logs_of if end] or [
         State(
             job=job,
@@ -128,26 +224,26 @@ def _look_up(job: str, record: Record | None, site: Mapping[str, str]) -> list[S
 
 
 def _files(job: str, record: Record) -> list[Path]:
-    """Return a job's log files; those that are there, for a whole array."""
+    """Return a job's log files; for a whole array, those that exist."""
     path = Path(record.log)
     task = job.partition("_")[2]
     if task or "%a" not in path.name:
         return [path.with_name(path.name.replace("%a", task))]
     head, _, tail = path.name.partition("%a")
-    return sorted(path.parent.glob(f"{head}*{tail}"), key=lambda one: (len(one.name), one.name))
+    return sorted(path.parent.glob(f"{head}*{tail}"), key=lambda log: (len(log.name), log.name))
 
 
 def _is_array(record: Record) -> bool:
-    return "%a" in Path(record.log).name  # a folder may be called so, too
+    return "%a" in Path(record.log).name  # folder names may contain %a too
 
 
 def _job_of(path: Path, job: str, record: Record) -> str:
-    """Return the id of the job of an array that a log is of."""
+    """Return the id of the job that wrote a log, also in an array."""
     return f"{record.job}_{path.stem.rpartition('_')[2]}" if _is_array(record) else job
 
 
 def _tail(path: Path) -> str:
-    """Return the end of a file, of which there may be much; nothing where there is none."""
+    """Return the last 64 KiB of a file; nothing if it does not exist."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
@@ -171,16 +267,16 @@ def logs(chosen: argparse.Namespace, _: Sequence[str]) -> int:
                 f"{chosen.job}_0"
             )
         return _follow(chosen.job, record, files[0])
-    there = [path for path in files if path.exists()]
-    if not there:
+    existing = [path for path in files if path.exists()]
+    if not existing:
         state = _look_up(chosen.job, record, {})[0]
         raise ConfigError(
             f"a job must have begun to have a log, but {chosen.job} has none yet: {state.state}, "
             f"{state.reason}; wait for it with --follow"
         )
-    for path in there:
-        if len(there) > 1:
-            print(f"==> {path.name} <==", flush=True)  # what follows goes past this buffer
+    for path in existing:
+        if len(existing) > 1:
+            print(f"==> {path.name} <==", flush=True)  # _copy bypasses this buffer
         _copy(path, 0)
     return 0
 
@@ -189,33 +285,33 @@ def _follow(job: str, record: Record, path: Path) -> int:
     def look_up() -> State:
         try:
             return _look_up(job, record, {})[0]
-        except NoAnswerError as error:  # a controller that is away for a while
+        except NoAnswerError as error:  # a controller that is temporarily unavailable
             return State(job=job, name=record.name, state="UNKNOWN", reason=str(error))
 
     with suppress(KeyboardInterrupt):
         for _ in _until_ended(look_up, path):
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         return 0
     return 130
 
 
 def _until_ended(look_up: Callable[[], State], path: Path) -> Iterator[None]:
-    """Print a log as it grows, across requeues; yields when there is nothing to do but wait.
+    """Print a log as it grows, across requeues; yield when only waiting is left.
 
-    The script's last line is no proof of the end: SLURM may have killed the job to start it again,
-    or an older job of the same number may have written it.
+    The script's last line is no proof of the end: SLURM may have killed the job to restart it, or
+    an older job with the same number may have written it.
     """
-    at, asked, waiting = 0, float("-inf"), ""
+    at, asked_at, waiting = 0, float("-inf"), ""
     while True:
         over = False
         seconds = END_SECONDS if re.search(rf"{END}\n\Z", _tail(path), re.M) else ASK_SECONDS
-        if time.monotonic() - asked >= seconds:
-            state, asked = look_up(), time.monotonic()
+        if time.monotonic() - asked_at >= seconds:
+            state, asked_at = look_up(), time.monotonic()
             over = state.ended or state.reason == FORGOTTEN
             if state.state not in (waiting, "RUNNING") and not over and not path.exists():
                 waiting = state.state
                 print(f"daso: job {state.job}: {waiting}, {state.reason}", file=sys.stderr)
-        # What was written before the job was seen to have ended is there by now.
+        # Output written before the job's end was seen is complete by now.
         at = _copy(path, at)
         if over:
             _copy(path, at)
@@ -224,7 +320,7 @@ def _until_ended(look_up: Callable[[], State], path: Path) -> Iterator[None]:
 
 
 def _copy(path: Path, at: int) -> int:
-    """Print a file from a place on, and return where it ends; a file not there is empty."""
+    """Print a file from an offset on; return its size. A missing file is empty."""
     if not path.exists():
         return at
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""`daso submit`: a job from flags and a site profile, its script, and sbatch."""
+"""`daso submit`: builds a job from flags and a site profile, and submits its script to sbatch."""
 
 import argparse
 import json
@@ -12,23 +12,28 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, get_type_hints
 
-from daso.environment import expand_home, find_mpirun, is_placed_by_sbatch, path_of
+from daso.environment import find_mpirun, is_placed_by_sbatch
 from daso.errors import ConfigError
-from daso.slurm.job import LOGS, Job, flag, name_of, options
+from daso.paths import expand_home, path_of
+from daso.slurm.job import LOGS, Job, flag, name_of, options, render
 from daso.slurm.launcher import CHOICES, Launcher, choose
-from daso.slurm.sbatch_errors import explain, too_big
-from daso.slurm.script import render
 from daso.slurm.sites import Site, known_sites, read_site, read_template
-from daso.slurm.slurm_commands import ask, is_there, library_of, offered, require
+from daso.slurm.slurm_commands import (
+    ask,
+    explain,
+    is_there,
+    library_of,
+    offered,
+    require,
+    too_big,
+)
 
-__all__ = ["RECORDS", "Record", "add_parser", "cut"]
-
-RECORDS = "jobs.jsonl"  # in the folder of logs: one line per submitted job
+RECORDS = "jobs.jsonl"  # in the folder of logs, a line per submitted job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What is kept of a submitted job."""
+    """A submitted job, as a line of the folder's records."""
 
     job: str
     name: str
@@ -36,10 +41,10 @@ class Record:
     script: str
     site: str
     submitted: str
-    client: dict[str, str] = field(default_factory=dict)  # as the site's profile says it
+    client: dict[str, str] = field(default_factory=dict)  # as in the site's profile
 
 
-# What sbatch calls them.
+# sbatch's own names of options.
 SBATCH = {
     "name": ("-J", "--job-name"),
     "nodes": ("-N",),
@@ -53,21 +58,21 @@ SBATCH = {
     "array": ("-a",),
     "dependency": ("-d",),
 }
-# sbatch's words for all nodes together, by the option for each.
+# sbatch's options of totals over all nodes, by the option per node.
 TOTALS = {
     "tasks_per_node": (("-n", "--ntasks"), "ranks"),
     "gpus_per_node": (("-G", "--gpus"), "GPUs"),
 }
 PATHS = ("logs", "python", "container")
-# Options of sbatch that say where a job goes.
+# Options of sbatch that select where a job runs.
 ELSEWHERE = re.compile(r"(?:^|\s)(?:--partition|--clusters?|-p|-M)")
-# By these a site may choose a partition where none is named.
+# Options by which a site may choose a partition for jobs without one.
 ROUTED = re.compile(r"(?:^|\s)(?:--(?:qos|constraint|account|gres|gpus)|-[qCAG])")
 FLAGS = ("--dry-run", "--help", "-h")  # options without a value, besides the boolean ones
 
 
-def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Part the words behind ``submit`` into options and the program."""
+def split_words(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split the words behind ``submit`` into options and the program."""
     hints = get_type_hints(Job)
     switches = [name for name in options() if hints[name] is bool]
     flags = {*FLAGS, *map(flag, switches), *(flag(f"no_{name}") for name in switches)}
@@ -90,13 +95,13 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launcher",
         metavar="KIND",
-        help=f"what starts the ranks: {', '.join(CHOICES)}; default: auto, by the MPI library",
+        help=f"starter of the ranks: {', '.join(CHOICES)}; default: auto, by the MPI library",
     )
     hints = get_type_hints(Job)
-    for name, one in options().items():
-        text, metavar = one.metadata["help"], one.metadata["metavar"]
-        if one.default not in ("", (), False, 0) and "default" not in text:
-            text += f"; default: {one.default}"
+    for name, option in options().items():
+        text, metavar = option.metadata["help"], option.metadata["metavar"]
+        if option.default not in ("", (), False, 0) and "default" not in text:
+            text += f"; default: {option.default}"
         if hints[name] is bool:
             parser.add_argument(
                 flag(name), action=argparse.BooleanOptionalAction, default=None, help=text
@@ -125,7 +130,7 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
             file=sys.stderr,
         )
     if chosen.dry_run:
-        # SLURM makes no folder for logs, and a job without it ends without a word.
+        # SLURM does not create the folder of logs, and a job without it ends silently.
         needs = "" if job.folder.is_dir() else f"; before: mkdir -p {shlex.quote(str(job.folder))}"
         print(f"daso: {job.size}, {job.launcher}: {job.launcher.why}{needs}", file=sys.stderr)
         sys.stdout.flush()
@@ -138,12 +143,14 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
     number, cluster = _sbatch(job, text, site)
     print(f"submitted job {number} ({job.size}, {job.launcher}: {job.launcher.why})", flush=True)
     try:
-        client = dict(site.told) | ({"SLURM_CLUSTERS": cluster} if cluster else {})
-        record = _keep(job, text, number=number, folder=folder, site=site.name, client=client)
-    except OSError as error:  # the job is there all the same
+        client = dict(site.unexpanded) | ({"SLURM_CLUSTERS": cluster} if cluster else {})
+        record = _write_record(
+            job, text, number=number, folder=folder, site=site.name, client=client
+        )
+    except OSError as error:  # the job is submitted nevertheless
         print(
-            f"daso: job {number} runs, but {folder} does not keep it, so that daso status and "
-            f"daso logs do not know it: {error.strerror}; squeue does",
+            f"daso: job {number} runs, but is not recorded in {folder}, so that daso status "
+            f"and daso logs do not list it: {error.strerror}; squeue does",
             file=sys.stderr,
         )
         return 0
@@ -155,27 +162,27 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
 
 
 def _first(array: str) -> str:
-    """Return what names the first job of an array, or nothing."""
+    """Return the suffix that names the first job of an array, or nothing."""
     return f"_{re.findall(r'^[0-9]+', array)[0]}" if array else ""
 
 
 def _job(flags: Mapping[str, Any], site: Site, program: tuple[str, ...]) -> Job:
-    """Put a job together: defaults, then the site's, then flags; lists of both are joined."""
+    """Build a job from defaults, the site's values, and flags; list options are concatenated."""
     if not program:
         raise ConfigError("a program must follow: `daso submit --nodes 2 train.py`, or -m module")
     values: dict[str, Any] = {"name": name_of(program), **site.defaults}
     for name in options():
-        given = flags[name]
-        if isinstance(given, list):
-            values[name] = (*values.get(name, ()), *given)
-        elif given is not None:
-            values[name] = given
+        value = flags[name]
+        if isinstance(value, list):
+            values[name] = (*values.get(name, ()), *value)
+        elif value is not None:
+            values[name] = value
     values |= _totals(flags, values.get("nodes", 1))
-    # No shell expands what follows a "=", or stands in a profile.
+    # Shells do not expand values after "=" or in a profile.
     values |= {name: expand_home(values[name]) for name in PATHS if name in values}
     _check_program(program, container=bool(values.get("container")))
-    here = not values.get("python") and not values.get("container")
-    if here:
+    on_host = not values.get("python") and not values.get("container")
+    if on_host:
         values["python"] = sys.executable
     return Job(
         **values,
@@ -184,12 +191,12 @@ def _job(flags: Mapping[str, Any], site: Site, program: tuple[str, ...]) -> Job:
         chdir=Path.cwd(),
         root=os.geteuid() == 0,
         site=site.name,
-        mpirun=str(find_mpirun() or "mpirun") if here else "mpirun",
+        mpirun=str(find_mpirun() or "mpirun") if on_host else "mpirun",
     )
 
 
 def _totals(flags: Mapping[str, Any], nodes: int) -> dict[str, int]:
-    """Return what each node has, where flags say what all have together."""
+    """Return per-node values from flags that give totals."""
     values = dict[str, int]()
     for name, (words, noun) in TOTALS.items():
         total = flags[words[-1].removeprefix("--")]
@@ -203,7 +210,7 @@ def _totals(flags: Mapping[str, Any], nodes: int) -> dict[str, int]:
             )
         if flags[name] not in (None, each):
             raise ConfigError(
-                f"{words[-1]} and {flag(name)} must say the same, but {total} in all are {each} on "
+                f"{words[-1]} and {flag(name)} must agree, but {total} in all are {each} on "
                 f"each node, not {flags[name]}; leave one out"
             )
         values[name] = each
@@ -216,40 +223,40 @@ def _check_program(program: Sequence[str], *, container: bool) -> None:
         raise ConfigError("-m must be followed by a module, such as `-m daso train`")
     if word != "-m" and not container and not Path(word).exists():
         raise ConfigError(
-            f"the script must be there when it is submitted, but there is no {word} in "
+            f"the script must exist when it is submitted, but there is no {word} in "
             f"{Path.cwd()}; mend its path, or run a module with -m"
         )
 
 
-def _launcher(values: Mapping[str, Any], wanted: str, client: Mapping[str, str]) -> Launcher:
-    """Look at what is there, and choose."""
-    said = None if values.get("container") else library_of(values["python"])
-    return choose(said, offered(client), wanted)
+def _launcher(values: Mapping[str, Any], kind: str, client: Mapping[str, str]) -> Launcher:
+    """Choose the launcher by the MPI library and srun's plugins."""
+    version_text = None if values.get("container") else library_of(values["python"])
+    return choose(version_text, offered(client), kind)
 
 
 def _check_size(job: Job, site: Site) -> None:
-    """Refuse what the partition can never hold: sbatch takes it, and lets it wait for ever.
+    """Raise `ConfigError` for a job too large for its partition, which would wait forever.
 
-    Where none is named, only where nothing else could send the job to another one than the default.
-    `sbatch --test-only` would tell too, but refuses also what has to wait for a node to be mended.
+    Without a named partition, it checks the default one, unless something else may route the job.
+    `sbatch --test-only` would also refuse jobs that wait for a broken node.
     """
     elsewhere = any(ELSEWHERE.search(words) for words in job.extra)
     elsewhere = elsewhere or is_placed_by_sbatch(partition=bool(job.partition))
     if not job.partition:
-        given = bool(job.gpus_per_node or job.qos or job.constraint or job.account)
-        elsewhere = elsewhere or given or any(ROUTED.search(words) for words in job.extra)
+        is_routed = bool(job.gpus_per_node or job.qos or job.constraint or job.account)
+        elsewhere = elsewhere or is_routed or any(ROUTED.search(words) for words in job.extra)
     if elsewhere or not is_there("sinfo"):
         return
-    # --noconvert: it would write 1.50K for 1536 nodes; --exact: 32+ for nodes of 32 and of 64 CPUs.
+    # Without --noconvert, 1536 nodes become 1.50K; without --exact, nodes of 32 and 64 CPUs 32+.
     words = ["sinfo", "--noconvert", "--exact", "-h", "-o", "%P|%c|%D"]
-    said = ask(words, client=site.client)
-    problem = too_big(job, _text(said.stdout)) if said.returncode == 0 else None
+    sinfo = ask(words, client=site.client)
+    problem = too_big(job, _text(sinfo.stdout)) if sinfo.returncode == 0 else None
     if problem is not None:
         raise ConfigError(problem)
 
 
 def _folder(job: Job) -> Path:
-    """Make the folder of logs: SLURM makes none, and a job without it ends without a word."""
+    """Create the folder of logs: SLURM does not, and a job without it ends silently."""
     folder = job.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -263,7 +270,7 @@ def _folder(job: Job) -> Path:
 
 
 def _open_records(folder: Path) -> TextIO:
-    """Open the records of jobs to add to them: for this user alone, a profile may hold secrets."""
+    """Open the records of jobs for appending, private to this user: profiles may hold secrets."""
 
     def private(path: str, flags: int) -> int:
         return os.open(path, flags, mode=0o600)
@@ -272,23 +279,23 @@ def _open_records(folder: Path) -> TextIO:
 
 
 def _sbatch(job: Job, text: str, site: Site) -> tuple[str, str]:
-    """Submit; return the job's id, and the cluster it is on where sbatch names one."""
-    given = re.findall(r"(?:^| )--([\w-]+)", "\n".join(job.directives()), re.MULTILINE)
-    said = ask(["sbatch", "--parsable"], client=site.client, text=text, options=given)
-    if said.returncode != 0:
-        raise ConfigError(explain(_text(said.stderr), job))
-    print(_text(said.stderr), end="", file=sys.stderr)  # such as that a site moved it elsewhere
-    # A site's own sbatch may say more.
-    ids = list(re.finditer(r"^(\d+)(?:;(\S+))?$", _text(said.stdout), re.MULTILINE))
+    """Submit a job; return its id, and its cluster if sbatch names one."""
+    option_names = re.findall(r"(?:^| )--([\w-]+)", "\n".join(job.directives()), re.MULTILINE)
+    sbatch = ask(["sbatch", "--parsable"], client=site.client, text=text, options=option_names)
+    if sbatch.returncode != 0:
+        raise ConfigError(explain(_text(sbatch.stderr), job))
+    print(_text(sbatch.stderr), end="", file=sys.stderr)  # for example, that a site moved it
+    # A site's own sbatch may print more.
+    ids = list(re.finditer(r"^(\d+)(?:;(\S+))?$", _text(sbatch.stdout), re.MULTILINE))
     if not ids:
         raise ConfigError(
-            f"sbatch must name the job that it took, but said {_text(said.stdout).strip()!r}; "
+            f"sbatch must name the job that it took, but said {_text(sbatch.stdout).strip()!r}; "
             f"`squeue --me` lists it"
         )
     return ids[-1][1], ids[-1][2] or ""
 
 
-def _keep(
+def _write_record(
     job: Job, text: str, *, number: str, folder: Path, site: str, client: Mapping[str, str]
 ) -> Record:
     script = folder / f"{job.name}-{number}.sbatch"
@@ -307,5 +314,5 @@ def _keep(
     return record
 
 
-def _text(said: bytes) -> str:
-    return said.decode("utf-8", "replace")
+def _text(output: bytes) -> str:
+    return output.decode("utf-8", "replace")

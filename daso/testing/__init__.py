@@ -1,1 +1,1 @@
-"""What helps to test a training: faults that strike where they are told to."""
+"""Testing tools for a training: faults injected at chosen moments."""

@@ -1,11 +1,11 @@
-"""Faults that strike one rank at a moment of training, to see what a job does then.
+"""Faults injected into one rank at a chosen moment of training, to test how a job reacts.
 
     daso run --elastic -n 3 --ranks-per-node 1 --fault "kill rank 1 at merge 3" train.py
     mpirun -n 3 python -m daso.testing.faults "stop rank 2 at step 10 for 5 s" train.py
     daso run -n 2 --fault "full rank 0 at step 10 after 4096 bytes" train.py
 
-Moments are the ends of what a recording shows (`daso.trace.KINDS`): the third merge on that rank,
-its tenth step, any message. The program is not changed.
+Moments are the ends of recorded spans (`daso.trace.KINDS`): the third merge on that rank, its tenth
+step, any message. The program itself is not changed.
 """
 
 import os
@@ -29,7 +29,7 @@ from daso.errors import ConfigError
 
 __all__ = ["Fault", "parse", "plant"]
 
-LEAST_STOP_SECONDS = 0.05  # so that nobody is woken before it stands still
+LEAST_STOP_SECONDS = 0.05  # so that SIGCONT does not precede SIGSTOP
 Kind = Literal["kill", "stop", "slow", "raise", "full", "jump"]
 FORM = re.compile(
     rf"(?P<kind>{'|'.join(get_args(Kind))}) rank (?P<rank>\d+) at (?P<every>every )?"
@@ -47,20 +47,20 @@ NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong on one rank, and when.
+    """A fault on one rank at one moment.
 
     Args:
-        kind: ``"kill"``: SIGKILL. ``"stop"``: the whole process stands still, for ``seconds``, or
-            for ever. ``"slow"``: the thread that meets it waits ``seconds``. ``"raise"``: that
+        kind: ``"kill"``: SIGKILL. ``"stop"``: the whole process is suspended for ``seconds``, or
+            forever. ``"slow"``: the thread at that moment waits ``seconds``. ``"raise"``: that
             thread raises a RuntimeError. ``"full"``: from then on no file of the process may grow
             longer than ``nbytes``: writing more is an OSError, as on a full disk. ``"jump"``: the
-            clock that `time.time` reads is ``seconds`` later, or earlier; what measures how long
-            something took is not.
-        rank: World rank, as the launcher counts.
-        event: One of `daso.trace.KINDS`; the fault strikes when it ends.
-        number: Which of them on this rank, from 1; None: every one.
-        seconds: How long, or by how much; None: for ever.
-        nbytes: How long files may be.
+            clock of `time.time` moves by ``seconds``, also backwards; clocks that measure
+            durations do not.
+        rank: World rank, by the launcher's count.
+        event: One of `daso.trace.KINDS`; the fault strikes at its end.
+        number: Number of the event on this rank, from 1; None: every event.
+        seconds: Duration, or jump of the clock; None: forever.
+        nbytes: Maximum length of files.
     """
 
     kind: Kind
@@ -72,55 +72,55 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """Read faults such as ``"kill rank 1 at merge 3; slow rank 0 at every step for 0.1 s"``.
+    """Parse faults such as ``"kill rank 1 at merge 3; slow rank 0 at every step for 0.1 s"``.
 
     Raises:
-        ConfigError: It says something else.
+        ConfigError: The text is not of this form.
     """
     return [_parse_one(part.strip()) for part in text.split(";") if part.strip()]
 
 
 def _parse_one(text: str) -> Fault:
-    found = FORM.fullmatch(text)
-    given = {} if found is None else {name: found[name] for name in set(WORDS.values())}
+    match = FORM.fullmatch(text)
+    values = {} if match is None else {name: match[name] for name in set(WORDS.values())}
     if (
-        found is None
-        or (found["every"] and found["number"])
-        or any(value and WORDS.get(found["kind"]) != name for name, value in given.items())
+        match is None
+        or (match["every"] and match["number"])
+        or any(value and WORDS.get(match["kind"]) != name for name, value in values.items())
     ):
         raise ConfigError(
             f"a fault must read `{'|'.join(get_args(Kind))} rank R at EVENT N [for S s]`, or `at "
             f"every EVENT`, `full ... after B bytes`, `jump ... by S s`, not {format_value(text)}; "
             f"events are {', '.join(trace.KINDS)}"
         )
-    kind: Kind = found["kind"]  # type: ignore[assignment]  # the pattern has these alone
-    if kind in NEEDS and not found[WORDS[kind]]:
+    kind: Kind = match["kind"]  # type: ignore[assignment]  # the pattern allows only these
+    if kind in NEEDS and not match[WORDS[kind]]:
         raise ConfigError(NEEDS[kind].format(repr(text)))
-    number = None if found["every"] else int(found["number"] or 1)
-    seconds = found["seconds"] or found["jump"]
+    number = None if match["every"] else int(match["number"] or 1)
+    seconds = match["seconds"] or match["jump"]
     return Fault(
         kind,
-        int(found["rank"]),
-        found["event"],
+        int(match["rank"]),
+        match["event"],
         number,
         float(seconds) if seconds else None,
-        int(found["nbytes"]) if found["nbytes"] else None,
+        int(match["nbytes"]) if match["nbytes"] else None,
     )
 
 
 def plant(faults: Sequence[Fault], *, rank: int | None = None) -> Callable[[], None]:
-    """Let faults strike in this process from now on; return what takes them away.
+    """Make faults strike in this process from now on; return a function that removes them.
 
     Args:
-        faults: Of all ranks; those of others do nothing here.
-        rank: This rank; None: as the launcher says.
+        faults: Faults of all ranks; those of other ranks are ignored.
+        rank: This rank; None: the launcher's.
     """
-    mine = read_launch().rank if rank is None else rank
-    ours = [(fault, count(1)) for fault in faults if fault.rank == mine]
+    own_rank = read_launch().rank if rank is None else rank
+    own_faults = [(fault, count(1)) for fault in faults if fault.rank == own_rank]
     changed = ExitStack()
 
     def meet(kind: int) -> None:
-        for fault, met in ours:
+        for fault, met in own_faults:
             if trace.KINDS[kind] == fault.event and fault.number in (None, next(met)):
                 _strike(fault, changed)
 
@@ -128,21 +128,21 @@ def plant(faults: Sequence[Fault], *, rank: int | None = None) -> Callable[[], N
         trace.watch(None)
         changed.close()
 
-    if ours:
+    if own_faults:
         trace.watch(meet)
     return remove
 
 
 def _strike(fault: Fault, changed: ExitStack) -> None:
     where = f"rank {fault.rank} at {fault.event} {fault.number or ''}".strip()
-    if fault.kind != "slow" or fault.number:  # one that comes every time would fill the terminal
+    if fault.kind != "slow" or fault.number:  # a repeated one would fill the terminal
         print(f"daso: fault: {fault.kind} {where}", file=sys.stderr, flush=True)
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "stop":
         _stop(fault.seconds)
     elif fault.kind == "raise":
-        raise RuntimeError(f"a fault that was asked for, on {where}")
+        raise RuntimeError(f"a fault that was requested, on {where}")
     elif fault.kind == "full":
         changed.enter_context(_full_disk(fault.nbytes or 0))
     elif fault.kind == "jump":
@@ -152,21 +152,21 @@ def _strike(fault: Fault, changed: ExitStack) -> None:
 
 
 def _stop(seconds: float | None) -> None:
-    """Let this process stand still; another one wakes it, as none of its threads can."""
+    """Suspend this process; a child process resumes it, which its own threads cannot."""
     if seconds is not None:
-        mine = os.getpid()
+        pid = os.getpid()
         if os.fork() == 0:
             try:
                 time.sleep(max(seconds, LEAST_STOP_SECONDS))
-                os.kill(mine, signal.SIGCONT)
+                os.kill(pid, signal.SIGCONT)
             finally:
-                os._exit(0)  # whatever: this is a copy of a rank
+                os._exit(0)  # in any case: this is a copy of a rank
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @contextmanager
 def _full_disk(nbytes: int) -> Iterator[None]:
-    """Let no file of this process become longer; Python ignores the signal that comes with it."""
+    """Limit the length of this process's files; Python ignores the accompanying signal."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     yield
@@ -175,8 +175,8 @@ def _full_disk(nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def _other_clock(seconds: float) -> Iterator[None]:
-    """Let `time.time` be another; no kernel gives a process a clock of the day of its own."""
-    if isinstance(time.time, _Clock):  # struck once more
+    """Shift `time.time`; Linux has no wall clock per process."""
+    if isinstance(time.time, _Clock):  # a second jump
         time.time.seconds += seconds
         yield
         return
@@ -190,7 +190,7 @@ def _other_clock(seconds: float) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Clock:
-    """A clock that is off by some time."""
+    """A clock that is off by some seconds."""
 
     right: Callable[[], float]
     seconds: float
@@ -200,7 +200,7 @@ class _Clock:
 
 
 def _main(words: Sequence[str]) -> None:
-    """Plant faults, then run a program as Python would: a script, or -m module."""
+    """Plant faults, then run a program as Python does: a script, or -m module."""
     if len(words) < 2 or (words[1] == "-m" and len(words) < 3):
         raise ConfigError(
             "faults and a program must follow: `python -m daso.testing.faults "

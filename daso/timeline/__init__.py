@@ -1,1 +1,1 @@
-"""What ranks recorded, on one clock: recording, clock offsets, reports."""
+"""Recordings of all ranks on one clock: recording, clock offsets, reports."""

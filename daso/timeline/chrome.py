@@ -1,4 +1,4 @@
-"""What a recording shows, for a viewer of Chrome's trace format."""
+"""Export of a recording to Chrome's trace format."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -7,13 +7,11 @@ from typing import Any
 from daso.timeline.report import TRAINING, Timeline
 from daso.trace import KINDS, MERGE, MESSAGES, SEND, STEP, Span
 
-__all__ = ["chrome_events"]
-
 
 def chrome_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield the events of Chrome's trace format, one process for each rank.
+    """Yield the events of Chrome's trace format, one process per rank.
 
-    Arrows lead from what a rank sent to its own merge, and from the last that sent to all merges.
+    Arrows lead from a rank's send to its own merge, and from the last send to all merges.
     Format: "Trace Event Format", Google, 2016, which ui.perfetto.dev reads.
     """
     begins = min((span.begins for rank in timeline.ranks for span in rank.spans), default=0.0)

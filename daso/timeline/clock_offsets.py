@@ -1,8 +1,8 @@
-"""Clocks of many ranks brought to one: offsets round a ring, and what their sum round it tells.
+"""Conversion of many ranks' clocks to one: offsets around a ring, checked by their sum.
 
-Each rank asks the next one for its time and halves the round trip, which is right to half of that
-trip. Offsets add up to 0 round a closed loop, but for these errors: a link that answers faster one
-way than the other by more than it should be able to shows there. A tree has no such check.
+Each rank requests the next rank's time and halves the round trip, an error of at most half of that
+trip. Around a closed loop offsets add up to 0, except for these errors, so that a link with very
+unequal latencies of both directions is detected. A tree has no such check.
 """
 
 import itertools
@@ -10,20 +10,18 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Clock", "Loop", "Reading", "clocks", "close_loop"]
-
 LEAST_SECONDS = 1.0  # between two loops, for drift to show above the error of offsets
 MOST_DRIFT = 1e-4  # seconds a second, between two crystals of 50 ppm
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a rank learnt of the next one's clock.
+    """Measurement of the next rank's clock by one rank.
 
     Args:
         at: Seconds on this rank's clock.
         offset: Seconds that the next rank's clock is ahead of this one's.
-        trip: Seconds to the next rank and back, the shortest seen.
+        trip: Seconds of the shortest round trip to the next rank.
     """
 
     at: float
@@ -33,15 +31,15 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """All clocks at one time.
+    """Measurements of all clocks around the ring at one time.
 
     Args:
         ats: Seconds on each rank's clock.
         offsets: Seconds that each rank's clock is ahead of rank 0's.
-        bounds: Seconds by which each of them may be wrong.
-        closure: Seconds that offsets round the ring do not add up to 0 by.
-        bound: Seconds that this can be at most where every trip takes as long there as back, give
-            or take all of it: half of all trips, and what clocks drift apart between the readings.
+        bounds: Maximum error of each offset, in seconds.
+        closure: Sum of the offsets around the ring, in seconds, which should be 0.
+        bound: Maximum closure that errors of the readings explain: half of all trips, plus the
+            drift of clocks between the readings.
     """
 
     ats: tuple[float, ...]
@@ -52,30 +50,30 @@ class Loop:
 
     @property
     def sound(self) -> bool:
-        """Whether the loop closes."""
+        """Return whether the closure is within its bound."""
         return abs(self.closure) <= self.bound
 
 
 def close_loop(readings: Sequence[Reading]) -> Loop:
-    """Return all clocks, from every rank's reading of the next one's, the last rank's of rank 0's.
+    """Return all clocks from the readings of each rank, each of the next rank's clock.
 
-    What does not close is spread over the links by their trips, if it can be their error.
+    The closure is distributed over the links by their trips, if it can be their error.
     """
     closure = sum(reading.offset for reading in readings)
     trips = sum(reading.trip for reading in readings)
     drifted = MOST_DRIFT * max(0.0, _seconds_between(readings) - trips)
     bound = trips / 2 + drifted
     share = closure / trips if trips and abs(closure) <= bound else 0.0
-    offsets, there = [0.0], [0.0]  # along the ring, with trips so far
+    offsets, trips_to = [0.0], [0.0]  # along the ring, with trips so far
     for reading in readings[:-1]:
         offsets.append(offsets[-1] + reading.offset - share * reading.trip)
-        there.append(there[-1] + reading.trip)
+        trips_to.append(trips_to[-1] + reading.trip)
     return Loop(
         ats=tuple(reading.at for reading in readings),
         offsets=tuple(offsets),
         bounds=tuple(
             _bound(way, trips, closed=share != 0.0 or closure == 0.0) + (drifted if rank else 0.0)
-            for rank, way in enumerate(there)
+            for rank, way in enumerate(trips_to)
         ),
         closure=closure,
         bound=bound,
@@ -83,26 +81,26 @@ def close_loop(readings: Sequence[Reading]) -> Loop:
 
 
 def _seconds_between(readings: Sequence[Reading]) -> float:
-    """Return the seconds between the first and the last reading, give or take all trips."""
+    """Return the seconds between the first and the last reading, up to an error of all trips."""
     ahead = itertools.accumulate((reading.offset for reading in readings[:-1]), initial=0.0)
     times = [reading.at - offset for reading, offset in zip(readings, ahead, strict=True)]
     return max(times) - min(times)
 
 
-def _bound(way: float, trips: float, *, closed: bool) -> float:
-    """Return how wrong an offset can be, so many seconds of trips from rank 0 along the ring.
+def _bound(trips_to: float, trips: float, *, closed: bool) -> float:
+    """Return the maximum error of an offset at `trips_to` seconds of trips from rank 0.
 
-    Where what does not close is spread by trips, w of T of it is taken off after w: the errors of
-    the links up to there, each half a trip, count (T - w) / T times, those of the others w / T.
+    If the closure is distributed, w / T of it is subtracted after w seconds of T: errors of the
+    links before, each half a trip, count (T - w) / T times, those of the links after w / T times.
     """
-    return way * (trips - way) / trips if closed and trips else way / 2
+    return trips_to * (trips - trips_to) / trips if closed and trips else trips_to / 2
 
 
 class Clock:
-    """One rank's clock, brought to rank 0's; between two loops its drift is even.
+    """Conversion of one rank's clock to rank 0's, with constant drift between two loops.
 
     Args:
-        points: Seconds on its own clock, and how many it is ahead then, in order of time.
+        points: Seconds on its own clock, and the seconds that it is ahead then, in order of time.
     """
 
     def __init__(self, points: Sequence[tuple[float, float]]) -> None:
@@ -113,7 +111,7 @@ class Clock:
         self._ats = [at for at, _ in self._points]
 
     def first(self, at: float) -> float:
-        """Return what rank 0's clock showed when this one showed ``at``, in seconds."""
+        """Return rank 0's time, in seconds, when this clock showed ``at``."""
         points = self._points
         if len(points) == 1:
             return at - points[0][1]
@@ -123,7 +121,7 @@ class Clock:
 
 
 def clocks(loops: Sequence[Loop]) -> list[Clock]:
-    """Return the clock of every rank, from all loops of a run; those that do not close are left."""
+    """Return every rank's clock from all loops of a run, without loops that are not sound."""
     sound = [loop for loop in loops if loop.sound] or loops
     ranks = range(len(loops[0].offsets))
     return [Clock([(loop.ats[rank], loop.offsets[rank]) for loop in sound]) for rank in ranks]

@@ -1,4 +1,4 @@
-"""How far the clocks of ranks are apart, asked round a ring of all of them."""
+"""Measurement of the offsets between ranks' clocks, around a ring of all ranks."""
 
 import os
 import time
@@ -7,50 +7,49 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.collectives import gather
-from daso.comm.dtypes import sum_buffer
-from daso.comm.health.step_watchdog import LATE_SECONDS
+from daso.comm.control import gather
+from daso.comm.reduction import sum_buffer
+from daso.comm.step_timer import LATE_SECONDS
 from daso.comm.topology import Topology
 from daso.errors import StallError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["ask_round"]
-
-TRIPS = 100  # whose shortest counts
+TRIPS = 100  # the shortest counts
 ASK, ANSWER = 1, 2  # tags, in the topology's world
 
-_unfinished: list[object] = []  # after a stall: MPI may still write to what a request was given
+_unfinished: list[object] = []  # after a stall: MPI may still write to buffers of requests
 
 
 def ask_round(
     topology: Topology, timeout_seconds: float, now: Callable[[], float] = time.perf_counter
 ) -> Sequence[tuple[float, float, float]]:
-    """Let every rank ask the next one for its time, the last one rank 0.
+    """Measure each rank's offset to the next rank's clock, around the ring; return all readings.
 
-    The processor stays busy meanwhile: a rank that sleeps answers late. It takes 100 trips of a
-    message there and back, three times.
+    It polls without sleeping, because a sleeping rank answers late. It takes three times 100 round
+    trips of a message.
 
     Collective over the world; blocking.
     """
-    rank_info, mine = topology.rank_info, (0.0, 0.0, 0.0)
+    rank_info, reading = topology.rank_info, (0.0, 0.0, 0.0)
     before, after = (
         (rank_info.rank - 1) % rank_info.world_size,
         (rank_info.rank + 1) % rank_info.world_size,
     )
-    gather(topology, None, timeout_seconds)  # all are here; from now on they answer at once
+    # All ranks have arrived after this, and answer at once.
+    gather(topology, None, timeout_seconds)
     link = _Link(topology, timeout_seconds)
     for asks in _turns(rank_info.world_size):
         if rank_info.rank in asks:
-            mine = link.ask(after, now)
+            reading = link.ask(after, now)
         elif before in asks:
             link.answer(before, now)
-    return gather(topology, mine, timeout_seconds)
+    return gather(topology, reading, timeout_seconds)
 
 
 def _turns(size: int) -> list[range]:
-    """Return who asks at the same time: nobody asks and answers at once."""
+    """Return the ranks that ask in each turn; no rank asks and answers in one turn."""
     even = size - size % 2
     turns = [range(0, even, 2), range(1, even, 2)]
     return turns if even == size else [*turns, range(size - 1, size)]
@@ -95,6 +94,6 @@ class _Link:
             if waited > self._timeout_seconds:
                 _unfinished.append((request, self._row))
                 raise StallError(
-                    f"ranks must tell their time within {self._timeout_seconds:g} s: "
+                    f"ranks must send their time within {self._timeout_seconds:g} s: "
                     f"{self._liveness.missing()}; look there, or raise Exchange.timeout_seconds"
                 )

@@ -1,4 +1,4 @@
-"""What all ranks did and when, on one clock, in one file."""
+"""Recording of all ranks' spans on one clock, in one file."""
 
 import json
 import time
@@ -11,32 +11,31 @@ import torch
 
 from daso import trace
 from daso.checks import NONE, Rule, check, either, instance_of, positive, validate_call, whole
-from daso.comm.collectives import finish, first_value, gather
-from daso.comm.dtypes import byte_buffer
+from daso.comm.control import broadcast, finish, gather
+from daso.comm.reduction import byte_buffer
 from daso.comm.topology import Topology, default
 from daso.errors import ConfigError
 from daso.timeline.clock_sync import ask_round
 
-__all__ = ["Recording"]
-
 MOST_SPANS = 10**8
-FILE = Rule("the path of a file", lambda one: isinstance(one, str | Path) and bool(str(one)))
-SPANS = 3  # tag, beside those of `daso.timeline.clock_sync`
+FILE = Rule("the path of a file", lambda path: isinstance(path, str | Path) and bool(str(path)))
+SPANS = 3  # tag, in addition to those of `daso.timeline.clock_sync`
 
 
 class Recording(AbstractContextManager["Recording"]):
-    """Records what every rank does while it is entered; world rank 0 writes it to a file.
+    """Records the spans of all ranks while it is entered; world rank 0 writes them to a file.
 
-    ``daso trace FILE`` shows what is in it. Clocks of all ranks are compared when it is entered, at
-    every `mark`, and when it is left.
+    ``daso trace FILE`` reports on it. The clocks of all ranks are compared on entry, at every
+    `mark`, and on exit.
 
     Args:
-        path: The file, of JSON lines; an earlier one is replaced.
-        topology: Who is where; found from MPI if None.
-        capacity: Spans that each rank keeps from mark to mark; older ones are lost, and counted.
-        timeout_seconds: How long to wait for other ranks at most.
+        path: The file, of JSON lines; an existing one is replaced.
+        topology: Topology of the ranks; None: MPI's world.
+        capacity: Maximum number of spans of each rank between marks; older ones are lost, and
+            counted.
+        timeout_seconds: Maximum wait for other ranks.
 
-    Entering and leaving are collective over the world; blocking. Leaving by an error is not: then
+    Entry and exit are collective over the world; blocking. Exit after an exception is not: then
     the file ends with the last mark.
     """
 
@@ -53,18 +52,18 @@ class Recording(AbstractContextManager["Recording"]):
         check("topology", topology, either(instance_of(Topology), NONE))
         check("capacity", capacity, whole(1, MOST_SPANS, " of spans"))
         check("timeout_seconds", timeout_seconds, positive())
-        self.path, self._given = Path(path), topology
+        self.path, self._topology_or_none = Path(path), topology
         self._recorder = trace.Recorder(capacity)
         self._timeout_seconds = timeout_seconds
-        self._since = 0.0  # seconds, time.perf_counter: what began before is not of a batch
+        self._since = 0.0  # seconds, time.perf_counter: earlier spans belong to no batch
         self._file: TextIO | None = None
-        self._problem: str | None = None  # with the file
+        self._problem: str | None = None  # of writing the file
 
     @property
     def _topology(self) -> Topology:
-        if self._given is None:
-            self._given = default()
-        return self._given
+        if self._topology_or_none is None:
+            self._topology_or_none = default()
+        return self._topology_or_none
 
     def __enter__(self) -> Self:
         rank_info, hosts = self._topology.rank_info, self._topology.liveness.hosts
@@ -79,26 +78,26 @@ class Recording(AbstractContextManager["Recording"]):
         return self
 
     def mark(self) -> None:
-        """Compare clocks, and write what was recorded since. Collective over the world; blocking.
+        """Compare clocks, and write the spans recorded so far. Collective over the world; blocking.
 
-        Between epochs, say, where all ranks wait for each other anyway.
+        A good place is between epochs, where all ranks wait for each other anyway.
 
         Raises:
             ConfigError: The file cannot be written; on every rank.
-            StallError: A rank did not come.
+            StallError: A rank did not reach the call in time.
         """
         self._compare_clocks()
         since = self._since
         spans, lost = self._recorder.take()
-        mine = {
+        record = {
             "rank": self._topology.rank,
             "since": since,
             "threads": list(self._recorder.threads),
             "lost": lost,
             "spans": spans,
         }
-        self._write_everyones(json.dumps(mine))
-        self._since = time.perf_counter()  # writing belongs to no step
+        self._write_all_ranks(json.dumps(record))
+        self._since = time.perf_counter()  # writing is not part of a step
 
     def __exit__(
         self,
@@ -112,7 +111,7 @@ class Recording(AbstractContextManager["Recording"]):
                 self.mark()
         finally:
             if self._file is not None:
-                with suppress(OSError):  # told when it was written
+                with suppress(OSError):  # reported when it was written
                     self._file.close()
 
     def _compare_clocks(self) -> None:
@@ -121,28 +120,28 @@ class Recording(AbstractContextManager["Recording"]):
             self._write(json.dumps({"clocks": readings}))
 
     def _write(self, line: str, *, opens: bool = False) -> None:
-        """Write a line of world rank 0's; raise on every rank where it could not."""
-        alone = self._topology.rank == 0
-        self._agree(self._put(line, opens=opens) if alone else None)
+        """Write world rank 0's line; raise on every rank if it cannot be written."""
+        is_writer = self._topology.rank == 0
+        self._agree(self._write_line(line, opens=opens) if is_writer else None)
 
-    def _write_everyones(self, line: str) -> None:
-        """Write every rank's line, one after the other; raise on every rank where it could not."""
+    def _write_all_ranks(self, line: str) -> None:
+        """Write all ranks' lines in order; raise on every rank if one cannot be written."""
         rank_info, world = self._topology.rank_info, self._topology.world_comm
-        mine, problem = torch.frombuffer(bytearray(line, "utf-8"), dtype=torch.uint8), None
-        sizes = gather(self._topology, mine.numel(), self._timeout_seconds)
+        data, problem = torch.frombuffer(bytearray(line, "utf-8"), dtype=torch.uint8), None
+        sizes = gather(self._topology, data.numel(), self._timeout_seconds)
         if rank_info.rank == 0:
-            problem = self._put(line)
+            problem = self._write_line(line)
             for rank in range(1, rank_info.world_size):
                 row = torch.empty(sizes[rank], dtype=torch.uint8, device="cpu")
                 request = world.Irecv(byte_buffer(row), rank, SPANS)
                 finish(self._topology, request, self._timeout_seconds)
-                problem = problem or self._put(row.numpy().tobytes().decode("utf-8"))
+                problem = problem or self._write_line(row.numpy().tobytes().decode("utf-8"))
         else:
-            finish(self._topology, world.Isend(byte_buffer(mine), 0, SPANS), self._timeout_seconds)
+            finish(self._topology, world.Isend(byte_buffer(data), 0, SPANS), self._timeout_seconds)
         self._agree(problem)
 
-    def _put(self, line: str, *, opens: bool = False) -> str | None:
-        """Write a line; return why it, or one before it, could not be, if so."""
+    def _write_line(self, line: str, *, opens: bool = False) -> str | None:
+        """Write a line; return the error message of this or an earlier line, or None."""
         if self._problem is not None:
             return self._problem
         try:
@@ -161,6 +160,6 @@ class Recording(AbstractContextManager["Recording"]):
 
     def _agree(self, problem: str | None) -> None:
         """Raise world rank 0's problem on every rank."""
-        problem = first_value(self._topology, problem, self._timeout_seconds)
+        problem = broadcast(self._topology, problem, self._timeout_seconds)
         if problem is not None:
             raise ConfigError(problem)

@@ -1,4 +1,4 @@
-"""What a recording shows, on world rank 0's clock: where steps' time went, and who was late."""
+"""Analysis of a recording on world rank 0's clock: time of steps by part, and late ranks."""
 
 import json
 import statistics
@@ -12,21 +12,19 @@ from daso.errors import DataError
 from daso.timeline.clock_offsets import Loop, Reading, clocks, close_loop
 from daso.trace import EXCHANGE, MERGE, SCHEMA, SEND, STEP, WAIT_INTER_NODE, WAIT_INTRA_NODE, Span
 
-__all__ = ["TRAINING", "Late", "Share", "Timeline", "late_ranks", "read_timeline", "shares"]
-
-TRAINING = 0  # index of the thread that takes steps, in what `read_timeline` returns
+TRAINING = 0  # index of the training thread in `read_timeline`'s ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one rank did.
+    """Recorded spans of one rank.
 
     Args:
         node: Its node.
         host: Its host.
-        threads: Their names; the first takes the steps.
-        spans: In order of their begin, on world rank 0's clock, in seconds.
-        lost: Spans that there was no room for.
+        threads: Names of its threads; the first is the training thread.
+        spans: Spans in order of their begin, on world rank 0's clock, in seconds.
+        lost: Number of spans that did not fit into memory.
     """
 
     node: int
@@ -38,15 +36,15 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What all ranks did."""
+    """Recorded spans of all ranks."""
 
     ranks: tuple[Rank, ...]
     loops: tuple[Loop, ...]  # of clocks, in order; empty for one rank
-    moved: int  # merges that came before what they merge was sent, by clocks' error; set right
+    moved: int  # merges moved because a clock error put them before their send
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read a file of `daso.timeline.recording.Recording`."""
+    """Read a file written by `daso.timeline.recording.Recording`."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -55,12 +53,12 @@ def read_timeline(path: Path) -> Timeline:
             f"train --trace=true`"
         ) from error
     try:
-        # A run that was killed may leave half a line.
+        # A killed run may leave half a line.
         head, *lines = [json.loads(line) for line in text.split("\n")[:-1]]
         if head["schema"] != SCHEMA:
             raise DataError(
                 f"a recording must be of version {SCHEMA}, but {path} is of {head['schema']}; "
-                f"record it anew"
+                f"record it again"
             )
         return _timeline(head, lines)
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -72,7 +70,9 @@ def read_timeline(path: Path) -> Timeline:
 
 def _timeline(head: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Timeline:
     loops = [
-        close_loop([Reading(*one) for one in line["clocks"]]) for line in lines if "clocks" in line
+        close_loop([Reading(*reading) for reading in line["clocks"]])
+        for line in lines
+        if "clocks" in line
     ]
     ticks = clocks(loops) if loops else None
     spans: dict[int, list[Span]] = defaultdict(list)
@@ -84,15 +84,15 @@ def _timeline(head: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Ti
         rank = line["rank"]
         lost[rank] += line["lost"]
         threads[rank] = line["threads"]
-        for one in line["spans"]:
-            span = Span(*one)
+        for row in line["spans"]:
+            span = Span(*row)
             begins, ends = max(span.begins, line["since"]), span.ends
-            if ends <= begins:  # while the last mark was made
+            if ends <= begins:  # it ended during the last mark
                 continue
             if ticks is not None:
                 begins, ends = ticks[rank].first(begins), ticks[rank].first(ends)
             spans[rank].append(span._replace(begins=begins, ends=ends))
-    moved = _set_right(spans)
+    moved = _move_early_merges(spans)
     ranks = tuple(
         _rank(known, threads.get(number, []), spans[number], lost[number])
         for number, known in enumerate(head["ranks"])
@@ -101,7 +101,7 @@ def _timeline(head: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Ti
 
 
 def _rank(known: Mapping[str, Any], threads: list[str], spans: list[Span], lost: int) -> Rank:
-    """Return a rank whose first thread is the one that takes steps."""
+    """Return a rank with its training thread first."""
     steps = next((span.thread for span in spans if span.kind == STEP), 0)
     order = sorted(range(len(threads)), key=lambda thread: thread != steps)
     place = {thread: at for at, thread in enumerate(order)}
@@ -115,8 +115,8 @@ def _rank(known: Mapping[str, Any], threads: list[str], spans: list[Span], lost:
     )
 
 
-def _set_right(spans: Mapping[int, list[Span]]) -> int:
-    """Let nothing be merged before all have sent it; return how often clocks had said otherwise."""
+def _move_early_merges(spans: Mapping[int, list[Span]]) -> int:
+    """Move merges that precede a send of the same exchange; return how many were moved."""
     sent: dict[int, float] = {}
     for of_rank in spans.values():
         keys = Counter(span.key for span in of_rank if span.kind == SEND)
@@ -131,7 +131,7 @@ def _set_right(spans: Mapping[int, list[Span]]) -> int:
     moved = 0
     for of_rank in spans.values():
         for at, span in enumerate(of_rank):
-            known = span.kind == MERGE and span.key >= 0  # not of an exchange of before a resume
+            known = span.kind == MERGE and span.key >= 0  # not an exchange started before a resume
             last = sent.get(span.key) if known else None
             if last is not None and span.begins < last:
                 of_rank[at] = span._replace(begins=last, ends=max(last, span.ends))
@@ -139,23 +139,23 @@ def _set_right(spans: Mapping[int, list[Span]]) -> int:
     return moved
 
 
-# --- where steps' time went -----------------------------------------------------------------------
+# --- steps' time by part --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank's steps were made of; seconds are means over its steps.
+    """Mean seconds of a rank's steps by part.
 
     Args:
         rank: World rank.
-        steps: How many.
-        step_seconds: Of a whole step.
-        computing_seconds: Of what is left without all below.
-        node_seconds: Of standing still for other ranks of the node.
-        exposed_seconds: Of standing still for other nodes.
-        send_seconds: Of packing what is sent, and of merging what came.
-        exchange_seconds: Of other threads' work between nodes, beside all of this.
-        hidden: Part of that work beside which the training thread did not stand still.
+        steps: Number of steps.
+        step_seconds: A whole step.
+        computing_seconds: The remainder without the parts below.
+        node_seconds: Waiting for other ranks of the node.
+        exposed_seconds: Waiting for other nodes.
+        send_seconds: Packing payloads and merging results.
+        exchange_seconds: Inter-node work of other threads, concurrent with the parts above.
+        hidden: Fraction of that work during which the training thread did not wait.
     """
 
     rank: int
@@ -170,7 +170,7 @@ class Share:
 
 
 def shares(timeline: Timeline) -> list[Share]:
-    """Return what the steps of every rank that took any were made of."""
+    """Return the parts of the steps of every rank that took steps."""
     return [
         _share(number, rank.spans)
         for number, rank in enumerate(timeline.ranks)
@@ -181,14 +181,14 @@ def shares(timeline: Timeline) -> list[Share]:
 def _share(number: int, spans: Sequence[Span]) -> Share:
     steps = _joined([span for span in spans if span.kind == STEP])
     count = sum(span.kind == STEP for span in spans)
-    mine = [span for span in spans if span.thread == TRAINING]
+    own_spans = [span for span in spans if span.thread == TRAINING]
     work = _common(_joined([span for span in spans if span.kind == EXCHANGE]), steps)
-    waits = _joined([span for span in mine if span.kind in (WAIT_INTRA_NODE, WAIT_INTER_NODE)])
+    waits = _joined([span for span in own_spans if span.kind in (WAIT_INTRA_NODE, WAIT_INTER_NODE)])
 
     def mean(*kinds: int) -> float:
-        return _length(_common(_joined([s for s in mine if s.kind in kinds]), steps)) / count
+        return _length(_common(_joined([s for s in own_spans if s.kind in kinds]), steps)) / count
 
-    # What a thread does that sends or merges while it waits is waiting.
+    # Sends and merges during a wait count as waiting.
     still = mean(WAIT_INTRA_NODE, WAIT_INTER_NODE)
     node, send = mean(WAIT_INTRA_NODE), mean(SEND, MERGE, WAIT_INTRA_NODE, WAIT_INTER_NODE) - still
     whole, busy = _length(steps) / count, _length(work)
@@ -209,46 +209,46 @@ Stretch = tuple[float, float]
 
 
 def _joined(spans: Sequence[Span]) -> list[Stretch]:
-    """Return stretches of time in order, those that touch as one."""
-    found: list[Stretch] = []
+    """Return disjoint stretches of time in order; touching ones are joined."""
+    stretches: list[Stretch] = []
     for span in spans:  # in order of their begin
-        if found and span.begins <= found[-1][1]:
-            found[-1] = (found[-1][0], max(span.ends, found[-1][1]))
+        if stretches and span.begins <= stretches[-1][1]:
+            stretches[-1] = (stretches[-1][0], max(span.ends, stretches[-1][1]))
         else:
-            found.append((span.begins, span.ends))
-    return found
+            stretches.append((span.begins, span.ends))
+    return stretches
 
 
-def _common(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch]:
-    """Return the time that is in both of two lists, each in order and without overlaps."""
-    found, a, b = [], 0, 0
-    while a < len(one) and b < len(other):
-        begins, ends = max(one[a][0], other[b][0]), min(one[a][1], other[b][1])
+def _common(first: Sequence[Stretch], second: Sequence[Stretch]) -> list[Stretch]:
+    """Return the intersection of two lists of disjoint stretches in order."""
+    stretches, a, b = [], 0, 0
+    while a < len(first) and b < len(second):
+        begins, ends = max(first[a][0], second[b][0]), min(first[a][1], second[b][1])
         if begins < ends:
-            found.append((begins, ends))
-        if one[a][1] < other[b][1]:
+            stretches.append((begins, ends))
+        if first[a][1] < second[b][1]:
             a += 1
         else:
             b += 1
-    return found
+    return stretches
 
 
 def _length(stretches: Sequence[Stretch]) -> float:
     return sum(ends - begins for begins, ends in stretches)
 
 
-# --- who was late ---------------------------------------------------------------------------------
+# --- late ranks -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """How a rank came to exchanges.
+    """A rank's lateness in exchanges.
 
     Args:
         rank: World rank.
-        exchanges: How many all ranks sent to.
-        last: How often it was the last.
-        behind_seconds: Median of how long after the first it had sent.
+        exchanges: Number of exchanges with sends of all ranks.
+        last: How often it sent last.
+        behind_seconds: Median time between the first rank's send and its own.
     """
 
     rank: int
@@ -258,23 +258,25 @@ class Late:
 
 
 def late_ranks(timeline: Timeline) -> list[Late]:
-    """Return how every rank came to the exchanges that all took part in, the latest rank first."""
+    """Return every rank's lateness in the exchanges with sends of all ranks, the latest first."""
     sent: dict[int, dict[int, float]] = defaultdict(dict)
     for number, rank in enumerate(timeline.ranks):
         for span in rank.spans:
             if span.kind == SEND:
                 sent[span.key][number] = span.ends
-    everyones = [one for one in sent.values() if len(one) == len(timeline.ranks)]
-    if not everyones:
+    complete = [times for times in sent.values() if len(times) == len(timeline.ranks)]
+    if not complete:
         return []
-    last = [max(one, key=lambda rank: one[rank]) for one in everyones]
-    found = [
+    last = [max(times, key=lambda rank: times[rank]) for times in complete]
+    rows = [
         Late(
             rank=number,
-            exchanges=len(everyones),
+            exchanges=len(complete),
             last=last.count(number),
-            behind_seconds=statistics.median(one[number] - min(one.values()) for one in everyones),
+            behind_seconds=statistics.median(
+                times[number] - min(times.values()) for times in complete
+            ),
         )
         for number in range(len(timeline.ranks))
     ]
-    return sorted(found, key=lambda one: (-one.behind_seconds, -one.last))
+    return sorted(rows, key=lambda row: (-row.behind_seconds, -row.last))

@@ -1,26 +1,22 @@
-"""`daso.attach`: the same as `daso.DASO`, by hooks on an optimizer that somebody else made."""
+"""`daso.attach`: `daso.DASO` as hooks on an existing optimizer, for frameworks that create it."""
 
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch._compile import _disable_dynamo
 
 from daso.checks import validate_call
 from daso.comm.health.survivors import losses_named
 from daso.comm.topology import Topology, errors_on_all_ranks
 from daso.errors import ConfigError
-from daso.plan.merge import MergeName
-from daso.plan.options import Exchange, Gradients, Wire
+from daso.plan.options import Exchange, Gradients, MergeName, Wire
 from daso.plan.schedule import Policy
+from daso.torch_private import disable_dynamo, has_step_hooks, pre_step_hooks
 from daso.train.deltas.outer import MakeOuter
-from daso.train.inner.grad_scaler import NATIVE, Scaling
 from daso.train.inner.step_restoration import StepRestoration, first_post_hook
-from daso.train.recovery.session import session_class
-from daso.train.session import Session
+from daso.train.inner.steps import NATIVE, Scaling
+from daso.train.recovery.session import AnySession, make_session
 from daso.train.setup import make_setup, stall_limit
-
-__all__ = ["Attached", "attach", "unhook"]
 
 
 @validate_call
@@ -39,7 +35,7 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
 ) -> "Attached":
     """Keep an optimizer's model in step with the other ranks, by hooks on the optimizer.
 
-    For frameworks that make the optimizer themselves: it stays the object it is, and its own
+    For frameworks that create the optimizer themselves: the object stays the same, and its own
     ``step``, ``state_dict`` and ``load_state_dict`` do what those of `daso.DASO` do.
 
     Args:
@@ -76,7 +72,7 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
             exchange=exchange,
             gradients=gradients,
         )
-        if not hasattr(inner, "_optimizer_step_pre_hooks"):
+        if not has_step_hooks(inner):
             raise ConfigError(
                 f"an optimizer that is attached must have the hooks of torch.optim.Optimizer, but "
                 f"{type(inner).__name__} does not call its __init__; wrap it with daso.DASO"
@@ -87,7 +83,9 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
                 f"{setup.settings.gradients!r} has it step layer by layer; wrap it with daso.DASO, "
                 f"or pass step='model'"
             )
-    return Attached(inner, session_class(setup).opened(inner, setup, topology))
+    session = make_session(inner, setup, topology)
+    session.open()
+    return Attached(inner, session)
 
 
 class Attached:
@@ -98,7 +96,7 @@ class Attached:
         session: Its session, open.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, session: Session) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, session: AnySession) -> None:
         self.inner, self._session = inner, session
         self.synchronize, self.end_epoch = session.synchronize, session.end_epoch
         self.no_sync, self.report = session.no_sync, session.report
@@ -121,15 +119,16 @@ class Attached:
         if self._borrowed:
             setattr(inner, NATIVE, True)
 
-    @_disable_dynamo
+    @disable_dynamo
     def _before_step(self, inner: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._unscale_lr()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         scaling = Scaling.of(inner)
-        go, averaged = self._session.begin(closure, scaling)
-        if scaling.active:  # gradients are unscaled: an optimizer that can must not do it again
+        takes_step, averaged = self._session.begin(closure, scaling)
+        if scaling is not None:
+            # Gradients are unscaled already: a fused optimizer must not unscale them again.
             inner.grad_scale = inner.found_inf = None  # type: ignore[attr-defined]
-        if not go:  # without gradients the optimizer leaves everything alone
+        if not takes_step:  # without gradients the optimizer changes nothing
             params = [p for group in inner.param_groups for p in group["params"]]
             self._set_aside = [(p, p.grad) for p in params if p.grad is not None]
             for param, _ in self._set_aside:
@@ -139,7 +138,7 @@ class Attached:
             self._restoration.begin(self._session.schedule.step_gain)
         return None if averaged is closure else ((inner,), {"closure": averaged})
 
-    @_disable_dynamo
+    @disable_dynamo
     def _after_step(self, *_: Any) -> None:
         self._unscale_lr()
         for param, grad in self._set_aside:
@@ -148,7 +147,7 @@ class Attached:
         self._session.end()
 
     def _unscale_lr(self) -> None:
-        """Put the user's learning rates back, also those of a step that raised."""
+        """Restore the user's learning rates, also after a step that raised."""
         if self._restoration is not None:
             self._restoration.end()
 
@@ -164,9 +163,9 @@ class Attached:
         self._session.load(state)
 
     def close(self) -> None:
-        """Take the hooks off, stop communicating and give memory back.
+        """Remove the hooks, stop communicating and release memory.
 
-        What is in flight is finished but not merged: call `synchronize` first to agree.
+        Exchanges in flight are finished but not merged: call `synchronize` first to agree.
 
         Collective over the world; blocking; idempotent.
         """
@@ -174,7 +173,7 @@ class Attached:
         self._session.close()
 
     def unhook(self) -> None:
-        """Take the hooks off. Does not communicate; idempotent."""
+        """Remove the hooks. Does not communicate; idempotent."""
         for hook in self._hooks:
             hook.remove()
         if self._hooks and self._borrowed:
@@ -190,16 +189,15 @@ class Attached:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error the other ranks may not come: nothing collective.
+        # After an error the other ranks may never join a collective operation: call none.
         if kind is None and not self._session.was_closed:
             self.synchronize()
             self.close()
 
 
 def unhook(inner: torch.optim.Optimizer) -> None:
-    """Take the hooks of earlier handles off an optimizer, which is wrapped again."""
-    hooks = getattr(inner, "_optimizer_step_pre_hooks", {})  # others' classes need not be torch's
-    owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
+    """Remove the hooks of earlier handles from an optimizer that is wrapped again."""
+    owners = [getattr(hook, "__self__", None) for hook in pre_step_hooks(inner).values()]
     for owner in owners:
         if isinstance(owner, Attached):
             owner.unhook()

@@ -1,200 +1,207 @@
-"""What runs between nodes for one model: the engine, its communicators, its exchanges."""
+"""Inter-node channels of one model: the engine, its communicators, its exchanges."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from daso.comm.allreduce.direct import DeterministicAllReduce, deterministic_allreduce, iallreduce
-from daso.comm.allreduce.ordered import OnDevice, window
-from daso.comm.dtypes import sum_buffer
-from daso.comm.emulation import LinkModel, emulated_link
-from daso.comm.engine import Arrival, Engine, Work
+from daso.comm.allreduce.ordered import DeviceContext, window
+from daso.comm.engine import Engine, Work
 from daso.comm.health.step_watchdog import StepWatchdog
 from daso.comm.health.survivors import revoke
 from daso.comm.link_probe import link_costs, link_rates
 from daso.comm.mpi import load
 from daso.comm.node.base import NodeTransport
-from daso.comm.reduction import BufferPool, Row, whole
+from daso.comm.reduction import CPU, BufferPool, Row, sum_buffer, whole
 from daso.comm.topology import Topology
+from daso.kernels.choice import kernels_for
 from daso.kernels.codecs import Codec, exact_codec
-from daso.plan.allreduce_plan import AllReducePlan
-from daso.plan.cost_model import (
-    LinkCosts,
-    choose_plan,
-    depends_on_costs,
-    vote_rounds,
-)
-from daso.plan.header import Header, Tally
+from daso.plan.allreduce_plan import AllReducePlan, restored, stored
+from daso.plan.cost_model import LinkCosts, choose_plan, depends_on_costs
 from daso.plan.options import Settings
 from daso.plan.routes import plan_routes
 from daso.train.deltas.shard import LEAST
-from daso.train.gradients.compression import Averaged, GradientCompressor
+from daso.train.gradients.compression import GradientCompressor
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Channels", "node_weights"]
-
-ABREAST = 3  # means of gradients that cross at a time, where other threads take them
+Mean = Callable[[Row], Work[int]]  # replaces sums over nodes of one length by their means
+ABREAST = 3  # concurrent all-reduces of gradients, if other threads run them
 
 
 def node_weights(node_sizes: Sequence[int]) -> list[int]:
-    """Return how nodes count in a mean over ranks, as the smallest whole numbers."""
+    """Return the weight of each node in a mean over ranks, as the smallest whole numbers."""
     divisor = gcd(*node_sizes)
     return [size // divisor for size in node_sizes]
 
 
-def _occupied_seconds(
-    link: LinkModel, nodes: int, plan: Callable[[int], AllReducePlan], result: object
-) -> float:
-    """Return how long a link is occupied by work with such a result: an exchange, sums, a vote."""
-    if isinstance(result, int):  # bytes of averaged gradients
-        result = Averaged(result)
-    if isinstance(result, Averaged):
-        return result.made_seconds + link.seconds(result.nbytes, plan(result.nbytes).rounds)
-    sent = getattr(result, "nbytes", 0)
-    rounds = vote_rounds(nodes) + (plan(sent).rounds if sent else 0)
-    return float(getattr(result, "made_seconds", 0.0)) + link.seconds(sent, rounds)
-
-
 class Communicators:
-    """What ranks of a model speak over, each kind of word on a communicator of its own.
+    """Communicators of one model, one for each kind of message.
 
-    Meetings, votes of exchanges and words beside them do not mix: ranks that are out of step wait,
-    each in its own, until the watchdog raises, instead of matching what is another's. Means that
-    end in another order on each rank do not share one either.
+    Meetings, votes on exchanges and side messages use separate communicators. Ranks that are out of
+    step then wait until the watchdog raises, instead of matching messages of another kind. The
+    concurrent means of gradients, whose order differs between ranks, do not share one either.
 
     Args:
-        topology: Who is where.
-        abreast: Means that may end in any order.
+        topology: The ranks and nodes.
 
     Collective over the world; blocking.
     """
 
-    def __init__(self, topology: Topology, abreast: int) -> None:
-        self.world, self.votes = topology.world_comm.Dup(), topology.world_comm.Dup()
-        self.asides, self.turns = topology.world_comm.Dup(), topology.world_comm.Dup()
-        self.lane = _copy_of_lane(topology)
-        self.slots = [self.lane, *(_copy_of_lane(topology) for _ in range(1, abreast))]
+    def __init__(self, topology: Topology) -> None:
+        self._of_lane, self._duplicates = topology.lane_comm, list["MPI.Comm"]()
+        self.world, self.votes, self.asides, self.turns = self._copies(topology.world_comm, 4)
+        self.slots: list[MPI.Comm] = []  # until `open_lane`
+
+    def open_lane(self, settings: Settings) -> None:
+        """Create one communicator per concurrent all-reduce; separate, as one lane may fail.
+
+        Collective over the lane; blocking.
+        """
+        abreast = 1 if settings.gradients.reducer == "bucketed" else ABREAST
+        self.slots = self._copies(self._of_lane, abreast)
 
     @property
-    def _all(self) -> "tuple[MPI.Comm, ...]":
-        return (*self.slots, self.world, self.votes, self.asides, self.turns)
+    def lane(self) -> "MPI.Comm":
+        """Communicator of this rank's lane; COMM_NULL if it has none."""
+        return self.slots[0]
+
+    def _copies(self, comm: "MPI.Comm", count: int) -> "list[MPI.Comm]":
+        if comm == load().COMM_NULL:
+            return [comm] * count
+        copies: list[MPI.Comm] = []
+        with ExitStack() as undo:  # if MPI runs out, it does so on all of these ranks
+            for _ in range(count):
+                copies.append(comm.Dup())
+                undo.callback(copies[-1].Free)
+            undo.pop_all()
+        self._duplicates += copies
+        return copies
 
     def revoke(self) -> None:
-        """Let nobody wait for this rank on them any more. Does not block."""
-        revoke(self._all)
+        """Revoke the communicators, so that no rank waits for this one. Does not block."""
+        revoke(self._duplicates)
 
     def free(self) -> None:
-        """Give them back. Collective over the world; blocking."""
-        null = load().COMM_NULL
-        for comm in self._all:
-            if comm != null:
-                comm.Free()
-
-
-def _copy_of_lane(topology: Topology) -> "MPI.Comm":
-    lane = topology.lane_comm
-    return lane if lane == load().COMM_NULL else lane.Dup()
+        """Free the communicators. Collective over the world; blocking; idempotent."""
+        while self._duplicates:
+            self._duplicates.pop().Free()
 
 
 class Channels:
-    """The engine with its own communicators, and the exchanges that run on them.
+    """Engine with separate communicators, and the exchanges that run on them.
 
     Args:
-        topology: Who is where.
+        topology: The ranks and nodes.
         settings: How to exchange.
-        replicas: The replica group: ranks that hold the same parameters; all, or, of shards, those
-            of a lane.
+        replicas: The replica group, ranks that hold the same parameters: all ranks; for shards,
+            those of a lane.
+        comms: Freed by `close`.
+        watchdog: Freed by `close`.
 
-    Collective over the world; blocking.
+    Does not communicate: if the thread fails to start on one rank, the others stop theirs.
     """
 
-    def __init__(self, topology: Topology, settings: Settings, replicas: Topology) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        settings: Settings,
+        replicas: Topology,
+        comms: Communicators,
+        watchdog: StepWatchdog,
+    ) -> None:
         self.rank_info, self.settings, self._topology = replicas.rank_info, settings, topology
-        self._link = link = emulated_link()
-        self.abreast = 1 if settings.gradients.reducer == "bucketed" else ABREAST
-        self.comms = Communicators(topology, self.abreast)
-        self.watchdog, self._liveness = StepWatchdog(topology.world_comm), topology.liveness
+        self.world_info = topology.rank_info
+        self.comms, self.watchdog, self._liveness = comms, watchdog, topology.liveness
+        self.abreast = len(comms.slots)
         self.missing = self._liveness.missing
-        takes = (
-            None
-            if link is None
-            else partial(_occupied_seconds, link, self.rank_info.nodes, self.plan)
-        )
-        self.engine = Engine(
-            settings.exchange.timeout_seconds, self.missing, self.late, takes=takes
-        )
-        # Where they were measured: what suits links, and what messages cost.
+        self._kernels = kernels_for(CPU)
+        self.engine = self._start_engine()
+        # The best plan for the links, and the cost of messages; None if not measured.
         self.route: AllReducePlan | None = None
         self.costs: LinkCosts | None = None
+        self.plans_follow_links = False  # True once links were measured
         self._rooms = [BufferPool(window(self.rank_info.nodes)) for _ in self.comms.slots]
-        self._gradient_means: dict[
-            tuple[torch.dtype, int, AllReducePlan], DeterministicAllReduce
-        ] = {}
+        # For sums of gradients: exchanges that keep memory, and exchanges of one length.
+        self._exchanges: dict[tuple[torch.dtype, int, AllReducePlan], DeterministicAllReduce] = {}
+        self._means: dict[tuple[torch.dtype, int, int], Mean] = {}
+
+    def _start_engine(self) -> Engine:
+        return Engine(self.settings.exchange.timeout_seconds, self.missing, self.late)
 
     @property
     def leads(self) -> bool:
-        """Whether this rank tells the others whose turn it is."""
+        """True on the rank that sets the order of exchanges for all ranks."""
         return self._topology.rank == 0
 
     def late(self) -> None:
-        """Do what a long wait asks for: answer those who look for somebody, ring and listen."""
+        """Answer liveness requests and poll the watchdog; called during a long wait."""
         self._liveness.answer()
         self.watchdog.late()
 
     def plan(self, nbytes: int) -> AllReducePlan:
-        """Return how nodes take the mean of so many bytes on the wire; the same on every rank."""
+        """Return the all-reduce plan for a payload of ``nbytes``; the same on every rank."""
         if self.route is not None:
             return self.route
         algorithm, nodes = self.settings.exchange.algorithm, self.rank_info.nodes
         return choose_plan(algorithm, nodes, nbytes, self.costs)
 
-    def look_at_links(self) -> None:
-        """Measure links as far as plans depend on them. Collective over the world; blocking."""
-        algorithm = self.settings.exchange.algorithm
-        if self.rank_info.nodes <= 2:
+    def measure_if_needed(self) -> None:
+        """Measure links if plans depend on them. Collective over the world; blocking."""
+        algorithm, nodes = self.settings.exchange.algorithm, self.rank_info.nodes
+        if nodes <= 2:
             return
+        self.plans_follow_links = algorithm == "planned" or depends_on_costs(algorithm, nodes)
         if algorithm == "planned":
             self.route = self.engine.run(self.measure_links())
         elif self.plans_follow_links:
             self.costs = self.engine.run(link_costs(self.comms.lane, self.comms.world))
 
-    @property
-    def plans_follow_links(self) -> bool:
-        """Whether plans depend on what links did when they were measured."""
-        algorithm, nodes = self.settings.exchange.algorithm, self.rank_info.nodes
-        return self.route is not None or depends_on_costs(algorithm, nodes)
-
     def look_again(self) -> Work[None]:
-        """Measure links anew, by which plans are chosen; nothing else may be under way.
+        """Measure links again, and choose plans by the result; no other work may be in flight.
 
         Collective over the world; non-blocking, as work for the engine.
         """
+        self.forget_means()
         if self.route is not None:
             self.route = yield from self.measure_links()
         else:
             self.costs = yield from link_costs(self.comms.lane, self.comms.world)
 
+    def state(self) -> dict[str, Any]:
+        """Return the measurements of links, as plain values."""
+        return {
+            "route": self.route and stored(self.route),
+            "costs": self.costs and asdict(self.costs),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the measurements that `state` returned."""
+        self.forget_means()
+        if state["costs"] is not None:
+            self.costs = LinkCosts(**state["costs"])
+        if state["route"] is not None:
+            self.route = restored(state["route"])
+
     def measured_costs(self) -> LinkCosts:
-        """Return what messages cost, measured once. Collective over the world; blocking."""
-        link = self._link
-        if link is not None:
-            return LinkCosts(link.latency_seconds, 1 / link.bytes_per_second)
+        """Return the cost of messages, measured once. Collective over the world; blocking."""
         if self.costs is None:
             self.costs = self.engine.run(link_costs(self.comms.lane, self.comms.world))
         return self.costs
 
     def forget_means(self) -> None:
-        """Give back what means of gradients by other plans have kept; nothing may be under way."""
-        self._gradient_means.clear()
+        """Free the exchanges of gradients by earlier plans; no work may be in flight."""
+        self._exchanges.clear()
+        self._means.clear()  # of the plans of before
 
     def measure_links(self) -> Work[AllReducePlan]:
-        """Return the plan that suits the links between nodes, from messages over each of them.
+        """Return the best plan for the links between nodes, from messages over each link.
 
         Collective over the world; non-blocking, as work for the engine.
         """
@@ -205,10 +212,10 @@ class Channels:
         self,
         codec: Codec,
         rounded: dict[int, torch.Tensor],
-        where: OnDevice | None,
+        where: DeviceContext | None,
         plan: AllReducePlan,
     ) -> DeterministicAllReduce:
-        """Return an exchange over this rank's lane in which every node counts by its ranks."""
+        """Return an all-reduce over this rank's lane that weights each node by its ranks."""
         weights = node_weights(self.rank_info.node_sizes)
         return deterministic_allreduce(
             self.comms.lane, codec, weights, sum(weights), rounded, where, plan=plan
@@ -217,24 +224,22 @@ class Channels:
     def compressor(
         self, wire: str, node: NodeTransport, device: torch.device
     ) -> GradientCompressor:
-        """Return what takes means of gradients over the world on a narrow wire."""
+        """Return the compressor that averages gradients over the world on a narrow wire."""
         rank_info, where = self.rank_info, None
-        if node.copies is not None and node.sums_stay:
+        if node.copies is not None and node.reduces_on_device:
             staged = not self.settings.exchange.gpu_direct
-            where = OnDevice(device, node.copies, staged)
+            where = DeviceContext(device, node.copies, staged)
         return GradientCompressor(
             wire,
             plan=self.plan,
             chunk_bytes=self.settings.exchange.chunk_bytes,
             ordered=lambda codec, rounded, where, plan: deterministic_allreduce(
-                *(
-                    self.comms.lane,
-                    codec,
-                    [1] * rank_info.nodes,
-                    rank_info.world_size,
-                    rounded,
-                    where,
-                ),
+                self.comms.lane,
+                codec,
+                weights=[1] * rank_info.nodes,
+                total=rank_info.world_size,
+                rounded=rounded,
+                where=where,
                 of_gradients=True,
                 plan=plan,
             ),
@@ -244,61 +249,31 @@ class Channels:
         )
 
     def gradient_mean(self, total: torch.Tensor, slot: int = 0) -> Work[int]:
-        """Replace sums over nodes by the mean over the world; full precision.
+        """Replace the sums of each node by the mean over the world; full precision.
 
         Collective over the lane; non-blocking, as work for the engine.
         """
-        mean = self._gradient_mean(total, slot)
-        return mean if self._link is None else self._held(mean, self._link)
+        key = total.dtype, total.numel(), slot
+        mean = self._means.get(key)
+        if mean is None:
+            mean = self._means[key] = self._mean_of(*key)
+        return mean(Row(total, self._kernels))
 
-    def _held(self, mean: Work[int], link: LinkModel) -> Work[int]:
-        """Let a mean occupy an imitated link, after those which began before it."""
-        begun = time.perf_counter()
-        nbytes = yield from mean
-        free_at = link.occupy(nbytes, self.plan(nbytes).rounds, begun)
-        yield lambda: time.perf_counter() >= free_at
-        return nbytes
-
-    def _gradient_mean(self, total: torch.Tensor, slot: int) -> Work[int]:
-        plan = self.plan(total.nbytes)
-        chunks = plan.chunks(total.numel(), self.settings.exchange.chunk_bytes // total.itemsize)
+    def _mean_of(self, dtype: torch.dtype, numel: int, slot: int) -> Mean:
+        """Return the all-reduce of sums of one length, valid until links are measured again."""
+        plan, world_size = self.plan(numel * dtype.itemsize), self.rank_info.world_size
+        chunks = plan.chunks(numel, self.settings.exchange.chunk_bytes // dtype.itemsize)
         if self.settings.by_mpi:
             comm, rooms = self.comms.slots[slot], self._rooms[slot]
-            whole_chunks = [[whole(parts)] for parts in chunks]
-            return iallreduce(comm, Row(total), whole_chunks, 1, self.rank_info.world_size, rooms)
-        key = total.dtype, slot, plan
-        if key not in self._gradient_means:
-            codec = exact_codec(total.dtype)
-            self._gradient_means[key] = deterministic_allreduce(
-                *(
-                    self.comms.slots[slot],
-                    codec,
-                    [1] * self.rank_info.nodes,
-                    self.rank_info.world_size,
-                ),
-                plan=plan,
+            wholes = [[whole(parts)] for parts in chunks]
+            return lambda row: iallreduce(comm, row, wholes, 1, world_size, rooms)
+        key = dtype, slot, plan
+        if key not in self._exchanges:
+            weights = [1] * self.rank_info.nodes
+            self._exchanges[key] = deterministic_allreduce(
+                self.comms.slots[slot], exact_codec(dtype), weights, world_size, plan=plan
             )
-        return self._gradient_means[key].run(Row(total), chunks)
-
-    def allreduce_header(
-        self, header: Header, tally: Tally | None = None
-    ) -> Work[tuple[Header, Tally]]:
-        """Return what all ranks agree on: the header's elementwise maximum, the tally's sum.
-
-        Args:
-            header: Of this rank.
-            tally: Of this rank; None, on all ranks alike: nothing is summed.
-
-        Collective over the world; non-blocking, as work for the engine.
-        """
-        mpi, votes, sums = load(), self.comms.votes, None
-        most = torch.tensor(header.encode(), dtype=torch.float64, device="cpu")
-        requests = [votes.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX)]
-        if tally is not None:
-            sums = torch.tensor(tally.encode(), dtype=torch.float64, device="cpu")
-            requests.append(votes.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM))
-        yield Arrival(requests, rounds=vote_rounds(self._topology.world_size) // 2)
-        return Header.decode(most.tolist()), Tally(*([] if sums is None else sums.tolist()))
+        return partial(self._exchanges[key].run, chunks=chunks)
 
     def gather(self, number: float) -> Work[list[float]]:
         """Return every rank's number, in rank order; also a barrier with the stall limit.
@@ -308,10 +283,10 @@ class Channels:
         return self._gather(self.comms.world, number)
 
     def _gather(self, comm: "MPI.Comm", number: float) -> Work[list[float]]:
-        mine = torch.tensor([number], dtype=torch.float64, device="cpu")
-        everyone = torch.empty(self._topology.world_size, dtype=torch.float64, device="cpu")
-        yield [comm.Iallgather(sum_buffer(mine), sum_buffer(everyone))]
-        return everyone.tolist()
+        own_number = torch.tensor([number], dtype=torch.float64, device="cpu")
+        numbers = torch.empty(self._topology.world_size, dtype=torch.float64, device="cpu")
+        yield [comm.Iallgather(sum_buffer(own_number), sum_buffer(numbers))]
+        return numbers.tolist()
 
     def extremes(self, number: float) -> Work[tuple[float, float]]:
         """Return the lowest and the highest of all ranks' numbers; also a barrier, as `gather`.
@@ -343,19 +318,23 @@ class Channels:
         return float(row)
 
     def gather_aside(self, number: float) -> Work[list[float]]:
-        """Do what `gather` does, apart from meetings."""
+        """Return every rank's number as `gather`, on a communicator for side messages."""
         return self._gather(self.comms.asides, number)
 
     def lose(self) -> None:
-        """Let nobody wait for this rank here any more, and stop the engine. Does not block long."""
+        """Revoke the communicators and stop the engine. Does not block long."""
         self.comms.revoke()
         self.watchdog.revoke()
         self.engine.abandon()
 
+    def stop(self) -> None:
+        """Stop the idle engine. Does not communicate; idempotent."""
+        self.engine.close(self.settings.exchange.timeout_seconds)
+
     def close(self) -> bool:
         """Stop the engine, then free its communicators. Collective over the world; idempotent."""
         timeout_seconds = self.settings.exchange.timeout_seconds
-        # As long as others may wait here: who left early would be missed at the meeting.
+        # Keep the communicators while other ranks may wait: the rendezvous needs all ranks.
         if not self.engine.close(timeout_seconds) or self.watchdog.given_up:
             return False
         self._topology.rendezvous("close an optimizer", timeout_seconds)

@@ -1,4 +1,4 @@
-"""Where all ranks meet: what they check, wait for and average together, beside parameters."""
+"""Collective operations outside exchanges: checks, waits, and means of other values."""
 
 import logging
 import statistics
@@ -10,19 +10,19 @@ from typing import TypeVar
 import torch
 
 from daso import trace
-from daso.comm.collectives import first_value, gather_in_node, gather_unlike
+from daso.comm.control import broadcast, gather_in_lane, gather_numbers_in_node, gather_unlike
 from daso.comm.engine import Work, WorkHandle
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
-from daso.plan.step_restoration import rate_of
+from daso.plan.header import Header, decode_slow_rank, largest_rate
 from daso.train.channels import Channels
+from daso.train.gradients.ddp import DdpFinder
 from daso.train.metrics import Metrics, Slowest
-from daso.train.misuse import checksum, first_nonfinite, gradient_checksum
-from daso.train.model.params import Trained, broadcast, check_sharding
+from daso.train.misuse import checksum, first_nonfinite, gradient_checksum, has_batch_norm
+from daso.train.model.others import OtherTensors, Ranks
+from daso.train.model.params import Trained, broadcast_tensors, check_sharding
 from daso.train.model.shards import is_sharded, local_part
-from daso.train.others import OtherTensors, Ranks
-from daso.train.reducers import DdpFinder
-from daso.train.state_sync import (
+from daso.train.model.state_sync import (
     average_tensors,
     coded_state,
     drop_partial_state,
@@ -31,34 +31,31 @@ from daso.train.state_sync import (
     state_tensors,
 )
 
-__all__ = ["Coordinator", "check_same_options", "largest_rate"]
-
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 logger = logging.getLogger("daso")
 
-ALIKE = 0.01  # by how much gradients that are the same may differ, by rounding alone
-DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which all raise
+ALIKE = 0.01  # relative difference of equal gradients, by rounding alone
 
 
-def check_same_options(trained: Trained, topology: Topology, mine: str) -> None:
-    """Refuse what must be equal on all ranks and is not, before anything is sent.
+def check_same_options(trained: Trained, topology: Topology, options: str, limit: float) -> None:
+    """Raise if options or optimizer state differ between ranks, before any exchange.
 
     Collective over the world; blocking.
     """
-    first = topology.world_comm.bcast(mine)
+    first = broadcast(topology, options, limit)
     problem = None
-    if mine != first:
+    if options != first:
         problem = (
-            f"every rank must be given the same options, but there are {mine} here and {first} on "
-            f"rank 0; pass the same keywords everywhere"
+            f"every rank must be given the same options, but there are {options} here and {first} "
+            f"on rank 0; pass the same keywords everywhere"
         )
-    topology.raise_on_all_ranks(problem, ConfigError)
+    topology.raise_on_all_ranks(problem, ConfigError, limit)
     digest = state_digest(trained.inner, trained.named)
     # Ranks of equal place in their nodes have the same state of shards.
-    same = check_sharding(trained, topology) and trained.is_sharded
-    same = same and len(set(topology.lane_comm.allgather(digest))) == 1
-    if not topology.equal_on_all_ranks(same or digest):
+    same = check_sharding(trained, topology, limit) and trained.is_sharded
+    same = same and len(set(gather_in_lane(topology, digest, limit))) == 1
+    if not topology.equal_on_all_ranks(same or digest, limit):
         raise LayoutError(
             "the inner optimizer's state must be the same on every rank, but it differs; load it "
             "on every rank, or on none, before wrapping"
@@ -66,15 +63,16 @@ def check_same_options(trained: Trained, topology: Topology, mine: str) -> None:
 
 
 class Coordinator:
-    """What all ranks do together between exchanges; each waits no longer than the stall limit.
+    """Collective operations of all ranks between exchanges, each within the stall limit.
 
     Args:
         trained: The optimizer and what it trains.
-        topology: Whose world.
+        topology: The ranks and nodes.
         replicas: The replica group: ranks that hold the same parameters.
         channels: The engine that all traffic goes through.
-        metrics: Where seconds and bytes are counted.
+        metrics: Counters of seconds and bytes.
         elsewhere: Returns the ids of parameters that other wrapped optimizers train.
+        first_step_checked: Earlier parts of the same training did the checks of the first step.
     """
 
     def __init__(
@@ -85,6 +83,8 @@ class Coordinator:
         channels: Channels,
         metrics: Metrics,
         elsewhere: Callable[[], Container[int]] = frozenset,
+        *,
+        first_step_checked: bool = False,
     ) -> None:
         self.trained, self.topology, self._replicas = trained, topology, replicas
         self.channels, self.metrics = channels, metrics
@@ -94,104 +94,111 @@ class Coordinator:
         ranks = Ranks(self._unlike, average, self.average, differ, keeps_own, self.leads)
         self.others = OtherTensors(trained, elsewhere, ranks)
         self.ddps = DdpFinder(param for _, param in trained.named)
-        self.compares_batches = True  # once, before any gradient is averaged
-        self._rates_told = False
+        self.first_step_checked = first_step_checked
+        self._compares_batches = not first_step_checked  # once, before a gradient is averaged
+        self._warned_of_rates = False
 
-    def look_for_slowest(self) -> None:
+    def agree_on_slowest(self) -> None:
         """Agree on the rank with the longest steps. Collective over the world; blocking."""
         seconds = self.metrics.watch.steps()
-        everyones = self.gather(statistics.median(seconds) if seconds else 0.0)
-        slowest, rank = max((one, rank) for rank, one in enumerate(everyones))
-        if min(everyones) > 0:
-            self.note_slowest(rank, slowest, fastest_seconds=min(everyones))
+        medians = self.gather(statistics.median(seconds) if seconds else 0.0)
+        slowest, rank = max((median, rank) for rank, median in enumerate(medians))
+        if min(medians) > 0:
+            self._keep_slowest(rank, slowest, min(medians))
 
-    def note_slowest(self, rank: int, seconds: float, *, fastest_seconds: float) -> None:
-        """Keep the rank with the longest steps for the report."""
+    def note_slowest(self, agreed: Header) -> None:
+        """Record the rank with the longest steps, from a header of all ranks, for the report."""
+        if agreed.slowest:
+            world_size = self.topology.rank_info.world_size
+            seconds, rank = decode_slow_rank(agreed.slowest, world_size)
+            self._keep_slowest(rank, seconds, agreed.step_seconds)
+
+    def _keep_slowest(self, rank: int, seconds: float, fastest_seconds: float) -> None:
         host = self.topology.liveness.hosts[rank]
         self.metrics.slowest = Slowest(host, rank, seconds, fastest_seconds)
 
     def wait(self, handle: WorkHandle[Result], *, of_step: bool = True) -> Result:
-        """Block until work is over and return its result; standing still is exposed time.
+        """Block until work is done and return its result; the wait counts as exposed time.
 
         Args:
-            handle: Of the work.
-            of_step: A step needs it; False: ranks meet beside steps.
+            handle: The work.
+            of_step: Whether a step needs the result; False outside steps.
         """
         with self.metrics.watch.waiting(trace.WAIT_INTER_NODE, handle.key, of_step=of_step):
             return self.channels.engine.wait(handle)
 
-    def _meet(self, work: Work[Result], *, of_step: bool = False) -> Result:
+    def _run(self, work: Work[Result], *, of_step: bool = False) -> Result:
         return self.wait(self.channels.engine.submit(work), of_step=of_step)
 
     def gather(self, number: float, *, of_step: bool = False) -> list[float]:
         """Return every rank's number, in rank order. Collective over the world; blocking."""
-        return self._meet(self.channels.gather(number), of_step=of_step)
+        return self._run(self.channels.gather(number), of_step=of_step)
 
     def extremes(self, number: float, *, of_step: bool = False) -> tuple[float, float]:
         """Return the lowest and highest of all ranks' numbers.
 
         Collective over the world; blocking.
         """
-        return self._meet(self.channels.extremes(number), of_step=of_step)
+        return self._run(self.channels.extremes(number), of_step=of_step)
 
     def first(self, number: float) -> float:
         """Return world rank 0's number. Collective over the world; blocking."""
-        return self._meet(self.channels.first(number))
+        return self._run(self.channels.first(number))
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks of a node hold parts of parameters."""
+        """True if ranks of a node hold shards of parameters."""
         return self._replicas is not self.topology
 
     def _differ(self, number: float) -> bool:
-        """Return whether ranks that hold the same parameters have other numbers, on any lane.
+        """Return whether the number differs within the replica group, on any lane.
 
         Collective over the world; blocking.
         """
         if self.is_sharded:
-            number -= self._meet(self.channels.first_of_lane(number))
+            number -= self._run(self.channels.first_of_lane(number))
         lowest, highest = self.extremes(number)
         return lowest != highest
 
     def same_order(self, order: list[int]) -> list[int]:
         """Return world rank 0's order. Collective over the world; blocking."""
-        self.look_for_same_batches(order)
-        return first_value(self.topology, order, self._timeout_seconds)
+        self.warn_of_same_batches(order)
+        return broadcast(self.topology, order, self._timeout_seconds)
 
     @property
     def _timeout_seconds(self) -> float:
         return self.channels.settings.exchange.timeout_seconds
 
     def _unlike(self, value: Value) -> list[Value]:
-        """Return every rank's value, or one where all are alike. Collective; blocking."""
+        """Return every rank's value, or a single one if all are equal. Collective; blocking."""
         return gather_unlike(self.topology, value, self._timeout_seconds)
 
-    def look_for_same_batches(self, order: Sequence[int]) -> None:
-        """Say it once where all ranks have the same gradients: they train on the same batches.
+    def warn_of_same_batches(self, order: Sequence[int]) -> None:
+        """Warn once if all ranks have the same gradients: they train on the same batches.
 
         Collective over the world; blocking.
         """
-        if not self.compares_batches:
+        if not self._compares_batches:
             return
-        self.compares_batches = False
-        alike = self.is_sharded or self.ddps.around()  # in a node, by what averages there
-        mine = 0.0 if alike else gradient_checksum(self.trained.local, order)
-        differ = self._differ(mine)  # the watchdog is polled there
-        if self.leads and mine and not differ:
+        self._compares_batches = False
+        alike = self.is_sharded or self.ddps.around()  # in a node: FSDP or DDP averages there
+        own_checksum = 0.0 if alike else gradient_checksum(self.trained.local, order)
+        differ = self._differ(own_checksum)  # the watchdog is polled there
+        if self.leads and own_checksum and not differ:
             logger.warning(
-                "every rank must train on batches of its own, but the first gradients of all %d "
+                "every rank must train on different batches, but the first gradients of all %d "
                 "ranks are the same bits; give each rank its part of the data "
                 "(torch.utils.data.DistributedSampler, or seed + rank)",
                 self.topology.world_size,
             )
 
     def equalize(self, *, expected: bool = False) -> bool:
-        """Make parameters bit-identical where they are not: their mean; return whether they were.
+        """Replace parameters that differ between ranks by their mean; return whether none did.
 
         Collective over the world; blocking.
         """
-        plain = [one for _, one in self.trained.named if not is_sharded(one)]
-        shards = [local_part(one) for _, one in self.trained.named if is_sharded(one)]
+        plain = [param for _, param in self.trained.named if not is_sharded(param)]
+        shards = [local_part(param) for _, param in self.trained.named if is_sharded(param)]
         lowest, highest = self.extremes(checksum(plain))
         if lowest == highest and not (shards and self._differ(checksum(shards))):
             return True
@@ -205,15 +212,15 @@ class Coordinator:
                 "parameters must change only by the steps of daso's optimizer, and alike on every "
                 "rank, but they differed between ranks; all ranks have their mean now"
             )
-        lowest, highest = self.extremes(largest_rate(self.trained.inner))
+        lowest, highest = self.extremes(largest_rate(self.trained.inner.param_groups))
         if lowest != highest:
-            self.tell_of_rates(lowest, highest)
+            self.warn_of_rates(lowest, highest)
         return False
 
-    def tell_of_rates(self, lowest: float, highest: float) -> None:
-        """Say once that learning rates differ between ranks."""
-        if self.leads and not self._rates_told:
-            self._rates_told = True
+    def warn_of_rates(self, lowest: float, highest: float) -> None:
+        """Warn once that learning rates differ between ranks."""
+        if self.leads and not self._warned_of_rates:
+            self._warned_of_rates = True
             logger.warning(
                 "the learning rate must be the same on every rank, but it is %g to %g; let "
                 "schedulers follow the mean loss, which optimizer.end_epoch(loss) returns",
@@ -222,12 +229,12 @@ class Coordinator:
             )
 
     def _refuse_nonfinite(self) -> None:
-        """Raise, on every rank alike, where parameters are not finite on some rank."""
+        """Raise on all ranks if parameters are not finite on any rank."""
         named = self.trained.local
-        mine = float(first_nonfinite(named))
-        if self.extremes(mine)[1] < 0:
+        index = float(first_nonfinite(named))
+        if self.extremes(index)[1] < 0:
             return
-        slots = [int(slot) for slot in self.gather(mine)]
+        slots = [int(slot) for slot in self.gather(index)]
         if bad := [(rank, slot) for rank, slot in enumerate(slots) if slot >= 0]:
             rank, slot = bad[0]
             raise NonFiniteError(
@@ -237,20 +244,20 @@ class Coordinator:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank says what all ranks know."""
+        """True on the rank that logs messages for all ranks."""
         return self.topology.rank == 0
 
     def check_same_in_node(self) -> None:
-        """Refuse gradients of plain parameters that differ in a node, beside sharded ones.
+        """Raise if gradients of plain parameters differ in a node whose other ones are sharded.
 
-        Nobody averages them there: ranks of a node train them on the same batches, or not at all.
+        They are not averaged inside the node, so its ranks must train them on the same batches.
         Collective over the world; blocking.
         """
-        plain = [one for _, one in self.trained.named if not is_sharded(one)]
-        grads = [one.grad for one in plain if one.grad is not None]
-        mine = sum(float(grad.detach().double().norm()) for grad in grads)
-        everyones = gather_in_node(self.topology, mine, self._timeout_seconds)
-        apart = max(everyones) - min(everyones) > ALIKE * max(everyones)
+        plain = [param for _, param in self.trained.named if not is_sharded(param)]
+        grads = [param.grad for param in plain if param.grad is not None]
+        norm = sum(float(grad.detach().double().norm()) for grad in grads)
+        norms = gather_numbers_in_node(self.topology, norm, self._timeout_seconds)
+        apart = max(norms) - min(norms) > ALIKE * max(norms)
         if self.extremes(float(apart))[1] > 0:
             raise ConfigError(
                 "where parameters are sharded, those that are not must get the same gradients on "
@@ -259,8 +266,34 @@ class Coordinator:
                 "parallelism wants"
             )
 
+    def skip_first_step_checks(self) -> None:
+        """Skip the checks of the first step, which the former world passed."""
+        self.first_step_checked = True
+
+    def check_first_step(self, *, averages: bool) -> None:
+        """Check at the first step for DDP and BatchNorm modules, even if newer than the optimizer.
+
+        Args:
+            averages: Gradients of this step are averaged, which compares them too.
+
+        Collective over the world; blocking.
+        """
+        self.first_step_checked = True
+        rank_info, named = self.topology.rank_info, self.trained.named
+        if rank_info.nodes > 1:
+            self.ddps.refuse_wide(rank_info.local_size)
+        if self.is_sharded:
+            self.check_same_in_node()
+        if not averages:
+            self.warn_of_same_batches(range(len(named)))
+        if self.trained.module is None and self.leads and has_batch_norm(named):
+            logger.warning(
+                "the statistics of BatchNorm must be averaged too, but daso was not given the "
+                "model that has them, so that they differ between ranks; pass module=model"
+            )
+
     def check_same_batch(self, batch: int) -> None:
-        """Raise on every rank alike unless all have taken the same number of steps.
+        """Raise on all ranks unless all have taken the same number of steps.
 
         Collective over the world; blocking.
         """
@@ -272,18 +305,18 @@ class Coordinator:
                 f"every rank must take the same number of steps, but rank {steps.index(fewest)} "
                 f"took {fewest:.0f} and rank {steps.index(most)} took {most:.0f}; give every rank "
                 f"the same number of batches, and let every rank call synchronize(), averaged() "
-                f"and end_epoch() behind the same step"
+                f"and end_epoch() after the same step"
             )
 
     def mean(self, value: float, *, of_step: bool = False) -> float:
-        """Return the mean of a number over all ranks, the same bits everywhere; blocking."""
+        """Return the mean of a number over all ranks, bit-identical everywhere; blocking."""
         values = self.gather(value, of_step=of_step)
         return sum(values) / len(values)
 
     def join(self) -> None:
-        """Average the inner optimizer's state: from here all nodes take the same steps.
+        """Average the inner optimizer's state, so that all nodes take the same steps from here.
 
-        Moments that are kept as codes become those of the first node.
+        Quantized moments become those of the first node.
 
         Collective over the world; blocking.
         """
@@ -293,43 +326,43 @@ class Coordinator:
         tensors, coded = [*state_tensors(inner, named).values()], coded_state(inner, named)
         codes = {id(tensor) for tensor in coded}
         self.average([tensor for tensor in tensors if id(tensor) not in codes])
-        broadcast(coded, self._replicas)
+        broadcast_tensors(coded, self._replicas, self._timeout_seconds)
         self.metrics.event("join", tensors=len(tensors))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let parameters and buffers, frozen parameters too, be the mean of all ranks inside.
+        """Average parameters, frozen ones too, and buffers over all ranks inside the context.
 
         Collective over the world; blocking, at its beginning.
         """
         others = self.others.apart()
         params = [tensor.detach() for _, tensor in self.trained.local]
         tensors = (*params, *others.buffers, *others.frozen, *others.shards)
-        kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
         try:
             self.average(params)
             self.others.average(others)
             yield
         finally:
             with torch.no_grad():
-                for tensor, mine in kept:
-                    tensor.copy_(mine)
+                for tensor, values in saved:
+                    tensor.copy_(values)
 
     def count_drop(self, what: str) -> None:
-        """Note a drop; raise, on every rank alike, when there were too many."""
-        lately = self.metrics.drop()
+        """Count a dropped exchange; raise on all ranks after too many drops."""
+        recent = self.metrics.drop()
         self.metrics.event("dropped", why=what)
         if self.leads:
             logger.warning(what)
-        limit = 1 if self.channels.settings.exchange.nonfinite == "raise" else DROPS_LATELY
-        if lately >= limit:
+        tolerated = self.channels.settings.exchange.nonfinite != "raise"
+        if recent.too_many_drops(tolerated=tolerated):
             raise NonFiniteError(
-                f"values must be finite, but {what} (drop number {lately} within a few exchanges); "
-                f"lower the learning rate, clip gradients, or look at that rank's data"
+                f"values must be finite, but {what} (drop number {recent.drops} within a few "
+                f"exchanges); lower the learning rate, clip gradients, or look at that rank's data"
             )
 
     def average(self, tensors: list[torch.Tensor]) -> None:
-        """Set tensors of parameters to their means over the ranks that hold the same.
+        """Average tensors of parameters over their replica group.
 
         Collective over the world; blocking.
         """
@@ -342,9 +375,5 @@ class Coordinator:
                 ranks,
                 self.channels.engine.run,
                 self.channels.settings.exchange.chunk_bytes,
+                timeout_seconds=self._timeout_seconds,
             )
-
-
-def largest_rate(inner: torch.optim.Optimizer) -> float:
-    """Return the largest learning rate of an optimizer's groups; 0 where they have none."""
-    return max(rate_of(group, 0.0) for group in inner.param_groups)

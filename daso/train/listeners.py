@@ -1,4 +1,4 @@
-"""Calls that a user wants after each exchange: for W&B, TensorBoard, Prometheus."""
+"""User callbacks after each exchange: for W&B, TensorBoard, Prometheus."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -8,43 +8,39 @@ from daso.checks import Rule, check
 from daso.plan.schedule import Measurements, State
 from daso.train.metrics import Metrics
 
-__all__ = ["Listener", "Listeners"]
-
 Listener = Callable[[dict[str, Any]], object]
 CALLABLE = Rule("a function of one dict", callable)
 
 
 class Listeners:
-    """Functions that are told of each exchange, in the order in which they came."""
+    """Callbacks for each exchange, called in the order of registration."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, Listener] = {}
+        self.calls: dict[int, Listener] = {}  # by the order in which they were added
         self._added = 0
-        self._exposed_seconds, self._bytes_sent = 0.0, 0  # when they were told last
+        self._exposed_seconds, self._bytes_sent = 0.0, 0  # at the last call
 
     def add(self, call: Listener) -> Callable[[], None]:
-        """Add a function; return what takes it off again."""
+        """Add a callback; return a function that removes it."""
         check("on_exchange", call, CALLABLE, "; write optimizer.on_exchange(wandb.log)")
         self._added += 1
         number = self._added
-        self._calls[number] = call
+        self.calls[number] = call
 
         def remove() -> None:
-            """Take it off; idempotent."""
-            self._calls.pop(number, None)
+            """Remove the callback; idempotent."""
+            self.calls.pop(number, None)
 
         return remove
 
     def begin(self, metrics: Metrics, exposed_seconds: float) -> None:
-        """Count from here what is told of: what was before is another run's, or nobody's."""
+        """Restart the counters of the next record: earlier values belong to another run."""
         self._exposed_seconds, self._bytes_sent = exposed_seconds, metrics.global_bytes_sent
 
-    def tell(
+    def notify(
         self, state: State, measurements: Measurements, metrics: Metrics, exposed_seconds: float
     ) -> None:
-        """Tell all of an exchange that all nodes agreed on."""
-        if not self._calls:
-            return
+        """Call all callbacks with the record of an exchange that all nodes agreed on."""
         record = {
             **asdict(measurements),
             "batch": state.batch,
@@ -58,5 +54,5 @@ class Listeners:
             "dropped": metrics.dropped,
         }
         self._exposed_seconds, self._bytes_sent = exposed_seconds, metrics.global_bytes_sent
-        for call in list(self._calls.values()):
+        for call in list(self.calls.values()):
             call(dict(record))

@@ -1,43 +1,44 @@
-"""What an optimizer counts about its communication, on one rank."""
+"""Counters of an optimizer's communication, on one rank."""
 
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NotRequired, TypedDict
 
 from daso import trace
 from daso.comm.step_timer import StepTimer
+from daso.plan.exchange import Recent
 from daso.plan.schedule import State
 
-__all__ = ["History", "Metrics", "Report", "Slowest"]
-
-# What a checkpoint keeps: votes on too many drops, and totals.
-KEPT = (
+# Totals that a checkpoint keeps, and the names that it gives to the facts of `Recent`.
+TOTALS = (
     "epoch",
     "exchanges",
     "small_exchanges",
     "dropped",
-    "drops_lately",
-    "good_in_a_row",
     "global_bytes_sent",
     "exposed_seconds",
-    "exchange_seconds",
-    "scales_apart",
 )
+RECENT = {
+    "drops_lately": "drops",
+    "good_in_a_row": "good_in_a_row",
+    "exchange_seconds": "exchange_seconds",
+    "scales_apart": "scales_apart",
+}
 
 
 class Report(TypedDict):
-    """What `optimizer.report()` tells; `docs/reference/report.md` says what each key means."""
+    """Keys of `optimizer.report()`; see `docs/reference/report.md`."""
 
-    # Of the world; left out before it is known.
+    # The world; omitted until it is known.
     mpi: NotRequired[str]
     world: NotRequired[int]
     nodes: NotRequired[int]
     node_sizes: NotRequired[list[int]]
     lanes: NotRequired[int]
     node_transport: NotRequired[str]
-    # What was chosen.
+    # Choices by the keywords.
     policy: str
     wire: str
     merge: str | float
@@ -47,14 +48,14 @@ class Report(TypedDict):
     algorithm: str
     gradient_reducer: str
     step: str
-    # What was chosen while training, where there is something to exchange.
+    # Choices in training, if anything is exchanged.
     allreduce: NotRequired[str]
     gradient_wire: NotRequired[str]
     step_restoration: NotRequired[str]
     small_tensors: NotRequired[str]
     kernels: NotRequired[str]
     bucket_bytes: NotRequired[int]
-    # Where training is.
+    # Progress.
     batches: int
     in_flight: bool
     skip_history: list[tuple[int, int, int]]
@@ -63,7 +64,7 @@ class Report(TypedDict):
     skip_because: str
     gain: float
     measurements: dict[str, Any]
-    # What happened, on this rank.
+    # Counters and events of this rank.
     exchanges: int
     small_exchanges: int
     dropped: int
@@ -75,7 +76,7 @@ class Report(TypedDict):
 
 @dataclass(slots=True)
 class History:
-    """What the schedule chose: the first choice, and each change with the batch it came after."""
+    """Choices of the schedule: the first, and each change with the batch that it followed."""
 
     skip: list[tuple[int, int, int]]  # batch, skip, wait
     small: list[tuple[int, int]]  # batch, batches from one exchange of small tensors to the next
@@ -83,11 +84,11 @@ class History:
 
     @classmethod
     def of(cls, state: State) -> "History":
-        """Return that of a run in which this is chosen."""
+        """Return the history of a run that starts in ``state``."""
         return cls([(0, state.skip, state.wait)], [(0, state.small.period)], [(0, state.sync.wide)])
 
     def take(self, before: State, now: State) -> None:
-        """Add what is chosen now, where that is another."""
+        """Add the current choices if they changed."""
         if (now.skip, now.wait) != (before.skip, before.wait):
             self.skip.append((now.batch, now.skip, now.wait))
         if now.small.period != before.small.period:
@@ -96,19 +97,19 @@ class History:
             self.wide.append((now.batch, now.sync.wide))
 
     def state(self) -> dict[str, list[list[int]]]:
-        """Return it as plain values."""
+        """Return the history as plain values."""
         return {name: [list(entry) for entry in entries] for name, entries in asdict(self).items()}
 
     @classmethod
     def load(cls, values: Mapping[str, Sequence[Sequence[int]]]) -> "History":
-        """Return that whose `state` these are."""
-        entries = ([tuple(entry) for entry in values[one.name]] for one in fields(cls))
+        """Return the history that `state` returned as these values."""
+        entries = ([tuple(entry) for entry in values[choice.name]] for choice in fields(cls))
         return cls(*entries)  # type: ignore[arg-type]  # of as many numbers as `state` had
 
 
 @dataclass(frozen=True, slots=True)
 class Slowest:
-    """The rank with the longest steps, without waits for other nodes."""
+    """Rank with the longest steps, excluding waits for other nodes."""
 
     host: str
     rank: int
@@ -118,34 +119,45 @@ class Slowest:
 
 @dataclass(slots=True)
 class Metrics:
-    """What happened since the start, on this rank."""
+    """Counters since the start, on this rank."""
 
     epoch: int = 0  # epochs finished
     exchanges: int = 0  # merged, and synchronous batches
     small_exchanges: int = 0  # of small tensors alone
     sent: int = 0  # exchanges of parameters, for recordings: the same on every rank
     dropped: int = 0  # exchanges or steps dropped for values that are not finite
-    drops_lately: int = 0  # without two good exchanges in a row between them
-    good_in_a_row: int = 0
+    recent: Recent = field(default_factory=Recent)
     global_bytes_sent: int = 0  # to other nodes, by this rank
-    # Steps, and standing still for others, but for what the node itself counts.
+    # Durations of steps, and waits for other ranks that the node does not count itself.
     watch: StepTimer = field(default_factory=StepTimer)
-    exposed_before: float = 0.0  # seconds, in nodes that were closed and runs that were resumed
-    exchange_seconds: float = 0.0  # the last exchange, from when what crosses was there to its end
+    exposed_before: float = 0.0  # seconds, in closed nodes and before a resume
     stepped_at: float = field(default_factory=time.perf_counter)  # by the host
-    scales_apart: bool = False  # nodes stepped with GradScalers of their own
-    slowest: Slowest | None = None  # when nodes met last
+    slowest: Slowest | None = None  # at the last meeting of nodes
     # The last exchanges, drops and joins; bounded, so that a long run does not grow.
     events: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=10_000))
 
-    def step(self) -> None:
-        """A step was taken."""
+    def step(self, batch: int) -> None:
+        """Count the step of a batch."""
+        begun = self.stepped_at
+        self.pass_step()
+        trace.record(trace.STEP, begun, key=batch)
+
+    def pass_step(self) -> None:
+        """Count a step that is not recorded."""
         self.stepped_at = time.perf_counter()
         self.watch.step()
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Attribute later events to an epoch."""
+        self.epoch = epoch
+
+    def close_node(self, idle_seconds: float) -> None:
+        """Add the idle seconds of a node that is closed."""
+        self.exposed_before += idle_seconds
+
     @property
     def exposed_seconds(self) -> float:
-        """Seconds this rank computed nothing since it waited for others."""
+        """Seconds that this rank was idle because it waited for other ranks."""
         return self.exposed_before + sum(
             map(self.watch.idle_seconds, (trace.WAIT_INTER_NODE, trace.WAIT_INTRA_NODE))
         )
@@ -155,34 +167,36 @@ class Metrics:
         self.exposed_before += seconds - self.exposed_seconds
 
     def send(self) -> int:
-        """An exchange of parameters is sent; return its number, the same on every rank."""
+        """Count an exchange of parameters; return its number, the same on every rank."""
         self.sent += 1
         return self.sent
 
     def good(self) -> None:
-        """An exchange was merged, or a synchronous step taken."""
+        """Count an exchange that was merged, or a synchronous step."""
         self.exchanges += 1
-        self.good_in_a_row += 1
-        # One good exchange may only show that the one before it was dropped and mended.
-        if self.good_in_a_row > 1:
-            self.drops_lately = 0
+        self.recent = self.recent.after_good()
 
-    def drop(self) -> int:
-        """An exchange or a step was dropped; return how many were lately."""
+    def drop(self) -> Recent:
+        """Count a dropped exchange or step; return the updated `Recent`."""
         self.dropped += 1
-        self.drops_lately += 1
-        self.good_in_a_row = 0
-        return self.drops_lately
+        self.recent = self.recent.after_drop()
+        return self.recent
+
+    def note(self, **facts: Any) -> None:
+        """Replace values of the last exchange or step."""
+        self.recent = replace(self.recent, **facts)
 
     def state(self) -> dict[str, float]:
-        """Return what decides what happens next, and the totals."""
-        return {name: getattr(self, name) for name in KEPT}
+        """Return the totals, and the recent values that later decisions use."""
+        facts = {key: getattr(self.recent, name) for key, name in RECENT.items()}
+        return {name: getattr(self, name) for name in TOTALS} | facts
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Take over what `state` returned."""
-        for name in KEPT:
+        """Load what `state` returned."""
+        for name in TOTALS:
             setattr(self, name, state[name])
+        self.note(**{name: state[key] for key, name in RECENT.items()})
 
     def event(self, kind: str, **what: object) -> None:
-        """Remember an event."""
+        """Record an event."""
         self.events.append({"kind": kind, "epoch": self.epoch, **what})

@@ -1,4 +1,4 @@
-"""How a model is trained over all ranks: the keywords of the doors, checked, compared and told."""
+"""Validate the keywords of `daso.DASO` and `daso.attach` into one `Setup` record."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,35 +12,30 @@ from daso.comm.mpi import library
 from daso.comm.topology import RankInfo, Topology
 from daso.errors import CheckpointError, ConfigError
 from daso.plan.auto import Auto
-from daso.plan.merge import MergeName
-from daso.plan.options import Exchange, Gradients, Settings, Wire
+from daso.plan.options import Exchange, Gradients, MergeName, Settings, Wire
 from daso.plan.policies import Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy, State
 from daso.train.deltas.outer import MakeOuter, build_optimizer
 from daso.train.inner.combined import CombinedOptimizer
 from daso.train.model.params import Named, Trained, layout_of
 
-__all__ = ["FACTORY", "MODULE", "Setup", "check_format", "combined", "make_setup", "stall_limit"]
-
-ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in what Python says of an object by itself
-# Of a stored exchange; goes up when a tensor changes its meaning, or a run its bits.
+ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in Python's default repr of an object
+# Version of a stored exchange; raised when the meaning of a tensor or the bits of a run change.
 FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The keywords of the doors; what a copy of the optimizer takes with it."""
+    """Keywords of `daso.DASO` and `daso.attach`; copied with the optimizer."""
 
     module: torch.nn.Module | None
     policy: Policy
     settings: Settings
     outer: MakeOuter | None
-    policy_text: (
-        str  # the policy in words, as it was given: one of somebody's own may count in itself
-    )
+    policy_text: str  # the policy as given; a user's own policy may change while it runs
 
     def check(self, inner: torch.optim.Optimizer) -> None:
-        """Raise where the policy asks for what an optimizer lacks."""
+        """Raise if the optimizer lacks something that the keywords need."""
         if not self.settings.whole and self.module is None:
             raise ConfigError(
                 f"{self.settings.gradients!r} needs the model whose layers wait for their "
@@ -76,7 +71,7 @@ class Setup:
             )
 
     def _check_kept_names(self, inner: torch.optim.Optimizer) -> None:
-        """Refuse names of `Exchange.keep_local` that no buffer or frozen parameter has."""
+        """Raise for names of `Exchange.keep_local` that no buffer or frozen parameter has."""
         names = [name for name, _ in Trained.by(inner, self.module).others()]
         self.settings.exchange.check_kept(names)
 
@@ -89,17 +84,34 @@ class Setup:
             sparse=settings.sparse,
         )
 
+    def start_from(self, old: State, *, same: bool) -> State:
+        """Return the state that continues another run's count, with nothing in flight.
+
+        Args:
+            old: State of that run.
+            same: Whether it had the same keywords.
+        """
+        first, batch = self.start(), old.batch
+        return replace(
+            old if same else replace(first, epoch=old.epoch),
+            batch=batch,
+            sent=None,
+            last=batch,
+            agreed=batch,
+            fragments=first.fragments,
+        )
+
     def text(self) -> str:
-        """Return what must be equal on all ranks, as text."""
-        one = torch.nn.Parameter(torch.zeros(1, device="cpu"))
-        outer = self.outer and repr(build_optimizer("outer", self.outer, [one]))
+        """Return the keywords that must be equal on all ranks, as text."""
+        param = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+        outer = self.outer and repr(build_optimizer("outer", self.outer, [param]))
         return f"policy={self.policy_text}, outer={outer}, {self.settings!r}"
 
-    def lasting(self) -> str:
-        """Return what must stay the same for a checkpoint to fit, as text.
+    def compatibility_text(self) -> str:
+        """Return the keywords that must be equal when a checkpoint is loaded, as text.
 
-        How long ranks wait for each other may change, how long the run shall be, from which
-        memory deltas cross, and what happens when a rank is lost.
+        The stall limit, the length of the run, the memory from which deltas are sent and the
+        response to a lost rank may differ.
         """
         exchange = self.settings.exchange
         exchange = replace(
@@ -107,7 +119,7 @@ class Setup:
         )
         policy, policy_text = self.policy, self.policy_text
         if isinstance(policy, Plateau):
-            policy_text = _told(replace(policy, epochs=1 + policy.warmup + policy.cooldown))
+            policy_text = _policy_text(replace(policy, epochs=1 + policy.warmup + policy.cooldown))
         settings = replace(self.settings, exchange=exchange)
         return replace(self, policy_text=policy_text, settings=settings).text()
 
@@ -117,30 +129,30 @@ class Setup:
         rank_info: RankInfo | None,
         named: Named | None = None,
     ) -> dict[str, Any] | None:
-        """Return what a checkpoint must have in common with a session to fit it exactly.
+        """Return the properties in which a checkpoint and a session must agree for an exact fit.
 
         Args:
             inner: The optimizer.
-            rank_info: Who is where; None for a copy that was not opened yet: it knows no world, and
-                asking is collective.
-            named: What an open session trains; what was frozen since is still of its state.
+            rank_info: The ranks and nodes; None for a copy before its first step, which knows no
+                world, as finding it is collective.
+            named: Parameters of an open session, including those frozen since it opened.
         """
         if rank_info is None:
             return None
         named = Trained.by(inner, self.module).named if named is None else named
-        # Messages are of other sizes on devices, and with them what owners round away.
+        # Message sizes, and with them rounding errors, depend on the kind of device.
         devices = sorted({tensor.device.type for _, tensor in named} - {"cpu"})
         return {
             "format": FORMAT,
             "rank": rank_info.rank,
             "node_sizes": list(rank_info.node_sizes),
             "layout": layout_of(named).digest,
-            "setup": self.lasting(),
+            "setup": self.compatibility_text(),
             **({"devices": devices} if devices else {}),
         }
 
     def choices(self, rank_info: RankInfo | None) -> dict[str, Any]:
-        """Return what was chosen, as plain values; of the world nothing where it is not known."""
+        """Return the choices as plain values; without the world if it is not known yet."""
         settings = self.settings
         return {
             **({} if rank_info is None else _surroundings(rank_info)),
@@ -156,17 +168,17 @@ class Setup:
         }
 
 
-def _told(policy: Policy) -> str:
-    """Return a policy in words that are the same in every process, also of a plain class."""
+def _policy_text(policy: Policy) -> str:
+    """Return a text of a policy that is equal in every process, also for a plain class."""
     if type(policy).__repr__ is not object.__repr__:
         return ADDRESS.sub("", repr(policy))
     slots = [name for cls in type(policy).__mro__ for name in getattr(cls, "__slots__", ())]
     names = sorted({*getattr(policy, "__dict__", {}), *slots} - {"__weakref__", "__dict__"})
-    told = ", ".join(f"{name}={getattr(policy, name, None)!r}" for name in names)
-    return ADDRESS.sub("", f"{type(policy).__name__}({told})")
+    fields = ", ".join(f"{name}={getattr(policy, name, None)!r}" for name in names)
+    return ADDRESS.sub("", f"{type(policy).__name__}({fields})")
 
 
-def make_setup(  # noqa: PLR0913 - the keywords of the doors
+def make_setup(  # noqa: PLR0913 - the keywords of DASO and attach
     inner: object,
     topology: object,
     *,
@@ -178,7 +190,7 @@ def make_setup(  # noqa: PLR0913 - the keywords of the doors
     exchange: Exchange | None,
     gradients: Gradients | None,
 ) -> Setup:
-    """Return the keywords of a door, checked, as one record."""
+    """Return checked keywords as one record."""
     check("inner", inner, OPTIMIZER, "; make one first: torch.optim.AdamW(model.parameters())")
     check("module", module, either(MODULE, NONE))
     check("topology", topology, either(instance_of(Topology), NONE))
@@ -186,18 +198,20 @@ def make_setup(  # noqa: PLR0913 - the keywords of the doors
     check("outer", outer, either(FACTORY, NONE))
     check("exchange", exchange, either(instance_of(Exchange), NONE))
     check("gradients", gradients, either(instance_of(Gradients), NONE))
+    gradients = Gradients() if gradients is None else gradients
+    if policy is None:
+        # Prioritized portions and layerwise steps average gradients at every batch.
+        synchronous = gradients.reducer == "prioritized" or gradients.step == "layerwise"
+        policy = Fixed(1, 0) if synchronous else Auto()
     settings = Settings(
         wire=wire,
         merge=merge,
         exchange=Exchange() if exchange is None else exchange,
-        gradients=Gradients() if gradients is None else gradients,
+        gradients=gradients,
         outer=outer is not None,
+        selective=getattr(policy, "selective", None),
     )
-    if policy is None:
-        synchronous = settings.gradients.reducer == "prioritized" or not settings.whole
-        policy = Fixed(1, 0) if synchronous else Auto()
-    settings = replace(settings, selective=getattr(policy, "selective", None))
-    setup = Setup(module, policy, settings, outer, _told(policy))
+    setup = Setup(module, policy, settings, outer, _policy_text(policy))
     setup.check(inner)  # type: ignore[arg-type]  # it is one
     return setup
 
@@ -215,11 +229,11 @@ def check_format(shape: Mapping[str, Any] | None) -> None:
 def combined(
     inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> torch.optim.Optimizer:
-    """Return several optimizers as one; one as it is."""
+    """Return several optimizers as one; a single one unchanged."""
     if not isinstance(inner, list | tuple):
         return inner  # type: ignore[return-value]  # it is checked later
-    for number, one in enumerate(inner):
-        check(f"inner[{number}]", one, OPTIMIZER)
+    for number, optimizer in enumerate(inner):
+        check(f"inner[{number}]", optimizer, OPTIMIZER)
     if not inner:
         raise ConfigError(
             "inner must be an optimizer, or several, not an empty list; make one first: "
@@ -229,27 +243,33 @@ def combined(
 
 
 def stall_limit(exchange: object) -> float:
-    """Return how long ranks wait for each other: the default where that cannot be told."""
+    """Return the stall limit in seconds; the default for a wrong type."""
     return (
         exchange.timeout_seconds if isinstance(exchange, Exchange) else Exchange().timeout_seconds
     )
 
 
 def _is_optimizer(value: object) -> bool:
-    # Others' classes need not be torch's: what is called must be there.
-    parts = ("param_groups", "state", "step", "zero_grad", "state_dict")
-    ours = any(getattr(value, one, None) is not None for one in ("_session", "_serving"))
-    return not isinstance(value, type) and all(hasattr(value, one) for one in parts) and not ours
+    # Classes need not derive from torch's; they must have the attributes that daso uses.
+    names = ("param_groups", "state", "step", "zero_grad", "state_dict")
+    ours = any(getattr(value, name, None) is not None for name in ("_session", "_serving"))
+    return not isinstance(value, type) and all(hasattr(value, name) for name in names) and not ours
 
 
 def _is_policy(value: object) -> bool:
-    parts = ("start", "tune_batch", "tune_exchange", "tune_epoch")
-    return not isinstance(value, type) and all(callable(getattr(value, one, None)) for one in parts)
+    names = ("start", "tune_batch", "tune_exchange", "tune_epoch")
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in names
+    )
 
 
 OPTIMIZER = Rule("an optimizer of torch's kind, not wrapped yet", _is_optimizer)
 POLICY = Rule("daso.Auto(), daso.Fixed(...), daso.Plateau(...) or daso.Qsr(...)", _is_policy)
 MODULE = Rule("a torch.nn.Module", lambda value: isinstance(value, torch.nn.Module))
+STATE_DICT = Rule(
+    "what an optimizer's state_dict() returns, with 'state' and 'param_groups'",
+    lambda value: isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys(),
+)
 FACTORY = Rule(
     "a function that makes an optimizer from a list of parameters",
     lambda value: callable(value) and not isinstance(value, torch.optim.Optimizer),
@@ -263,6 +283,6 @@ def _surroundings(rank_info: RankInfo) -> dict[str, Any]:
         "nodes": rank_info.nodes,
         "node_sizes": list(rank_info.node_sizes),
         "lanes": rank_info.lanes,
-        # Of several ranks the node says it, once it is there.
+        # With several ranks the node adds its transport once it is built.
         "node_transport": "none" if rank_info.world_size == 1 else "not chosen yet",
     }

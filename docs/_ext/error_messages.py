@@ -37,11 +37,18 @@ def _text(node: ast.expr) -> str | None:
 
 
 def _placeholder(part: ast.expr) -> str:
+    """Return ``<name>`` for a value: the name of its variable or attribute, as a reader says it."""
     value = part.value if isinstance(part, ast.FormattedValue) else part
+    called = {id(node.func) for node in ast.walk(value) if isinstance(node, ast.Call)}
     names = [
-        one.attr if isinstance(one, ast.Attribute) else one.id
-        for one in ast.walk(value)
-        if isinstance(one, ast.Attribute | ast.Name)
+        _plain(node.attr if isinstance(node, ast.Attribute) else node.id)
+        for node in sorted(ast.walk(value), key=lambda node: id(node) in called)
+        if isinstance(node, ast.Attribute | ast.Name)
     ]
-    named = [name for name in names if name not in ("format_value", "join", "str", "len", "told")]
-    return f"<{named[0] if named else 'value'}>"
+    spoken = [name for name in names if name != "self"]
+    return f"<{spoken[0] if spoken else 'value'}>"
+
+
+def _plain(name: str) -> str:
+    """Return a name without the marks of private names and getters."""
+    return "type" if name == "__name__" else name.removeprefix("Get_").strip("_")

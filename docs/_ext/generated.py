@@ -13,16 +13,18 @@ from sphinx.util.docutils import SphinxDirective
 
 from daso import errors
 from daso.cli.main import COMMANDS, Parser, add_options
-from daso.cli.train.config import settings
+from daso.cli.train.keys import settings
 
 __all__ = ["setup"]
 
 
 class FromCode(SphinxDirective):
-    """Content that the package's code writes: read anew in every build."""
+    """Content that the package's code writes, in every build; replaces the note in its body."""
+
+    has_content = True
 
     def run(self) -> list[nodes.Node]:
-        """Return what the code tells now."""
+        """Return the content as nodes."""
         self.env.note_reread()  # Sphinx would keep the page while its own text stays the same
         return self.parse_text_to_nodes("\n".join(self.lines()), allow_section_headings=True)
 
@@ -38,7 +40,7 @@ class Settings(FromCode):
         """Return the table, in Markdown."""
         lines = ["| key | default | may be | |", "|---|---|---|---|"]
         for key, default, meaning, choices in settings():
-            shown = "" if default == "" else f"`{default}`"
+            shown = f"`{default}`" if default else ""
             lines.append(f"| `{key}` | {shown} | {_cell(choices)} | {_cell(meaning)} |")
         return lines
 
@@ -67,6 +69,9 @@ class Messages(FromCode):
         for kind in KINDS:
             rows = sorted({(text, remedy) for one, text, remedy in found if one == kind})
             lines += ["", f"## {kind}", "", getattr(errors, kind).__doc__, ""]
+            if not rows:
+                lines += ["Its message is the cause on the rank that failed, such as a full disk."]
+                continue
             lines += ["| message | remedy |", "|---|---|"]
             lines += [f"| {_cell(text)} | {_cell(remedy)} |" for text, remedy in rows]
         return lines

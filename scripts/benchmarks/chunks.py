@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 import daso
+from benchmarks.timed_models import CASES, EVEN, Paced, paced
 from daso.cli.bench.baselines import Contender, Daso, Plain, start
-from daso.cli.bench.models import CASES, EVEN, Batch, Case
+from daso.cli.bench.models import Batch, Case
 from daso.cli.bench.names import COMPUTE
 from daso.cli.bench.rounds import over, take_turns
-from daso.cli.bench.timed_models import Paced, paced
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.node.host import HostNode
 from daso.comm.node.shm import ShmNode
@@ -179,10 +179,10 @@ def _add_seconds_per_byte(topology: Topology, dtype: torch.dtype) -> float:
     for _ in range(SETTLED):
         topology.world_comm.Barrier()
         begun = time.perf_counter()
-        bucket.start(parts)
+        bucket.mark_ready(parts)
         bucket.wait_filled()
-        bucket.add()
-        bucket.deliver(size)
+        bucket.reduce()
+        bucket.publish(size)
         bucket.wait()
         taken.append(time.perf_counter() - begun)
     seconds = float(max(topology.world_comm.allgather(statistics.median(taken))))

@@ -9,11 +9,12 @@ from typing import Any
 
 from benchmarks import growth_axes
 from benchmarks.hosts import hosts
-from benchmarks.runs import GPU_MODELS, RUNS
+from benchmarks.runs import GPU_MODELS, RUNS, train
 from daso.cli.bench.command import MODELS, Add, add_links, add_parser, add_steps, adder
 from daso.cli.bench.options import at_least_one, more_than_zero
-from daso.cli.main import Parser, carry_out
+from daso.cli.main import carry_out
 from daso.cli.outputs import exit_on_broken_pipe
+from daso.cli.parser import Parser
 
 __all__ = ["PROGRAMS", "main", "make_parser"]
 
@@ -43,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def make_parser() -> Parser:
     """Return the parser of benchmarks that start ranks; programs of their own have theirs."""
     parser = Parser(prog="scripts/bench", description=__doc__, allow_abbrev=False)
-    kinds = add_parser(parser, hosts)
+    kinds = add_parser(parser, hosts, {"train": train})
     for name, text in PROGRAMS.items():
         kinds.add_parser(name, help=text)
     _add_benchmarks(adder(kinds, RUNS, hosts))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import daso
-from daso.comm.shared_memory import SharedWindow
+from daso.comm.node.shm import SharedWindow
 from daso.comm.topology import Topology
 from daso.plan.options import Wire
 

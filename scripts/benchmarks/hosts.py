@@ -19,12 +19,11 @@ import daso
 from daso.cli.bench.places import program, read_result
 from daso.environment import find_mpirun
 from daso.errors import ExchangeError
-from daso.slurm.job import Job
-from daso.slurm.job_state import read_jobs
+from daso.slurm.job import Job, render
 from daso.slurm.launcher import choose
-from daso.slurm.script import render
 from daso.slurm.sites import read_template
 from daso.slurm.slurm_commands import ask, library_of, offered
+from daso.slurm.status import read_jobs
 
 __all__ = ["Hosts", "hosts"]
 

@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -22,8 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import daso
@@ -31,8 +28,9 @@ from daso.cli.bench.models import CASES, Residual
 from daso.cli.bench.rounds import over, take_turns
 from daso.comm.topology import Topology
 from daso.examples.transformer import Block
-from daso.memory.planner import floor
-from daso.memory.tiers import Copying, HostTier
+from daso.memory.course import floor
+from daso.memory.meter import open_meter
+from daso.memory.tiers import HostTier, PendingCopy
 
 __all__ = ["MODELS", "Plan", "figures", "measure", "resident", "table"]
 
@@ -80,11 +78,11 @@ class PacedTier(HostTier):
         super().__init__(None)
         self._rate = rate
 
-    def out(self, source: torch.Tensor, at: int) -> Copying:
+    def out(self, source: torch.Tensor, at: int) -> PendingCopy:
         """Begin to copy a row of bytes to it."""
         return self.begin(partial(self._paced, self.row(at, source.numel()), inward=False), source)
 
-    def back(self, target: torch.Tensor, at: int) -> Copying:
+    def back(self, target: torch.Tensor, at: int) -> PendingCopy:
         """Begin to copy from it into a row of bytes."""
         return self.begin(partial(self._paced, self.row(at, target.numel()), inward=True), target)
 
@@ -92,42 +90,6 @@ class PacedTier(HostTier):
         start = time.perf_counter()
         _ = row.copy_(there) if inward else there.copy_(row)
         time.sleep(max(0.0, there.numel() / self._rate - (time.perf_counter() - start)))
-
-
-class Live(TorchDispatchMode):
-    """Bytes of storages that were made while it is entered, and are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
-        self._there: dict[int, Any] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Carry an operation out; count what it makes."""
-        self._see((args, kwargs), new=False)
-        found = func(*args, **(kwargs or {}))
-        self._see(found, new=True)
-        self.most = max(self.most, self.now)
-        return found
-
-    def _see(self, tree: Any, *, new: bool) -> None:
-        for tensor in tree_leaves(tree):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._there:
-                    self._add(storage, storage.nbytes() if new else 0)
-
-    def _add(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        key = storage._cdata
-
-        def gone(_: object) -> None:
-            self.now -= nbytes
-            del self._there[key]
-
-        self._there[key] = weakref.ref(storage, gone)
-        self.now += nbytes
 
 
 class Contender:
@@ -164,13 +126,13 @@ class Contender:
         return loss.item()
 
     def look(self) -> None:
-        """Take steps, and count the memory of the second."""
+        """Take steps, and measure the memory of the second, as the allocator counts it."""
         with self._around(self.model):
             self.step()
             gc.collect()
-            with Live() as live:
+            with open_meter(torch.device("cpu")) as meter:
                 self.step()
-        self.live_bytes = live.most
+        self.live_bytes = max(interval.peak for interval in meter.intervals)
 
     def round(self, steps: int) -> None:
         """Take steps; note what one took."""
@@ -243,10 +205,11 @@ def _fitted(
         )
     except daso.errors.ConfigError:
         return None
-    course = made.chosen.course
+    course = made.chosen.simulated
     told = {
         "policy": policy,
         "planned_bytes": made.peak_bytes - made.static.total,
+        "rehearsed_bytes": made.measured_bytes - made.static.total,
         "predicted": made.slowdown,
         "swapped_bytes": course.swapped_bytes,
         "recomputed_bytes": made.bytes_of("recompute"),
@@ -267,12 +230,12 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         return _captured_daso(plan, topology)
     model, batch = _made(plan)
     whole = daso.memory.plan(model, batch[0], 1 << 50, loss=_loss_for(batch[1]))
-    least = floor(whole.script.units)
+    least = floor(whole.profile)
     most = whole.plain.peak_bytes
     found: dict[str, Any] = {
         "model": plan.model,
         "batch": len(batch[0]),
-        "units": len(whole.script.units),
+        "units": len(whole.profile.units),
         "static_bytes": whole.static.total,
         "floor_bytes": least,
         "plain_bytes": most,
@@ -381,7 +344,7 @@ def _step_turns(
 
 def _residents(plan: Plan, static: int, least: int) -> dict[str, int]:
     """Return by how much processes grow that train plainly, and with a file as second memory."""
-    budgets = {"plain": 0, "file": static + least}
+    budgets = {"plain": 0, "file": static + least + least // 20}
     return {
         name: json.loads(
             subprocess.run(
@@ -485,10 +448,16 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the figures that are kept, over all models."""
-    hybrids, swapped = [], []
+    hybrids, swapped, over_budget = [], [], []
     for model in found:
         for one in model["budgets"]:
             rows = {row["name"]: row for row in one["rows"]}
+            budget = model["static_bytes"] + one["capacity_bytes"]
+            over_budget += [
+                (model["static_bytes"] + row["live_bytes"]) / budget
+                for row in one["rows"]
+                if "policy" in row
+            ]
             if HYBRID in rows:
                 pure = [rows[name]["ratio"] for name in PURE if name in rows]
                 hybrids.append(rows[HYBRID]["ratio"] / min(pure))
@@ -497,6 +466,7 @@ def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
                     swapped.append(part)
     steps = [model["captured"] for model in found if model["captured"] is not None]
     worst = {
+        "memory_plan_over_budget_worst": over_budget,
         "hybrid_over_best_pure_worst": hybrids,
         "swapped_bytes_ratio": swapped,
         "planned_peak_over_bound": [step["arena"] / step["bound"] for step in steps],

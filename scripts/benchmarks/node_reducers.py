@@ -4,13 +4,21 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.contenders import ALLREDUCE, HOST, INSIDE
+from benchmarks.timed_models import CASES
 from daso.cli.bench import train
-from daso.cli.bench.baselines import ALLREDUCE, HOST
 from daso.cli.bench.rounds import over
+from daso.comm.topology import Topology
 
-__all__ = ["figures", "table"]
+__all__ = ["Plan", "figures", "measure", "table"]
 
+Plan = train.Plan
 table = train.table
+
+
+def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
+    """Train with all in turn. Collective over the world; blocking."""
+    return train.measure(plan, topology, INSIDE, CASES)
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -22,9 +22,9 @@ from daso.plan.auto import Auto
 from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policies import Fixed
 from daso.plan.schedule import Policy
-from daso.predict.cluster import GRADIENTS, PORTIONS, Cluster, Job, exchange_cost
-from daso.predict.link_rate import parse_rate
-from daso.predict.network import Link, vote_seconds
+from daso.predict.cluster import GRADIENTS, PORTIONS, Cluster, exchange_cost
+from daso.predict.jobs import Job
+from daso.predict.links import Link, parse_rate, vote_seconds
 from daso.predict.simulator import simulate
 
 __all__ = ["CALIBRATION", "SETTINGS", "compare", "figures", "job_of", "judge", "pace", "table"]

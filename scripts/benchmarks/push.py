@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from daso.cli.bench.rounds import over, take_turns
-from daso.comm.dtypes import byte_buffer
 from daso.comm.mpi import load
+from daso.comm.reduction import byte_buffer
 from daso.comm.topology import Topology
 from daso.plan.cost_model import slots
-from daso.predict.network import Link
-from daso.predict.transfers import push_seconds
+from daso.predict.links import Link, push_seconds
 
 __all__ = ["Plan", "figures", "measure", "orders", "table"]
 

@@ -113,11 +113,11 @@ def _row(name: str, plan: Plan, topology: Topology) -> dict[str, Any]:
         """Return seconds of a step, on the slowest rank."""
         topology.world_comm.Barrier()
         begun, steps = time.perf_counter(), 0
-        while steps < least or not ours.settled():
+        while steps < least or not ours.may_end_round():
             ours.step(next(batches))
             steps += 1
         seconds = (time.perf_counter() - begun) / steps
-        ours.rest()
+        ours.drain()
         return float(max(topology.world_comm.allgather(seconds)))
 
     steps = _steps(run, plan.seconds)

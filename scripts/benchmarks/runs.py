@@ -10,18 +10,33 @@ from typing import Any
 from benchmarks import growth_axes
 from daso.cli.bench import options
 from daso.cli.bench.names import COMPUTE, DDP, OURS
-from daso.cli.bench.runs import Measured
+from daso.cli.bench.runs import QUICK, Measured
+from daso.cli.bench.runs import train as run_train
 from daso.errors import ConfigError
 
-__all__ = ["GPU_MODELS", "RUNS"]
+__all__ = ["GPU_MODELS", "RUNS", "train"]
 
 GPU_MODELS = ("resnet50", "gpt2")
 Found = list[dict[str, Any]]
 
 
+def train(chosen: argparse.Namespace) -> Measured:
+    """Run the bench of step times with rivals that are installed besides."""
+    from benchmarks.third_party import EVERYBODY, installed, must_be_installed
+
+    options.named(chosen.only or (), EVERYBODY)
+    must_be_installed(chosen.only or ())
+    usual = QUICK if chosen.quick else EVERYBODY
+    names = tuple(chosen.only or filter(installed, usual))
+    absent = [name for name in usual if not chosen.only and not installed(name)]
+    if absent:
+        print(f"not installed, so left out: {'; '.join(absent)}\n", flush=True)
+    yield from run_train(chosen, "benchmarks.rivals", names)
+
+
 def _gradient_order(chosen: argparse.Namespace) -> Measured:
     from benchmarks import gradient_order
-    from daso.cli.bench.baselines import FIFO, ORDERS
+    from benchmarks.contenders import FIFO, ORDERS
 
     links = options.links(chosen)
     options.named(chosen.only or (), ORDERS)
@@ -65,14 +80,16 @@ def _sharded(chosen: argparse.Namespace) -> Measured:
 
 def _host(chosen: argparse.Namespace) -> Measured:
     from benchmarks import node_reducers
+    from benchmarks.contenders import INSIDE
     from daso.cli.bench import train
-    from daso.cli.bench.baselines import INSIDE
     from daso.cli.bench.places import HERE, run_here
 
     options.named(chosen.only or (), INSIDE)
     seconds, names = chosen.seconds or (2 if chosen.quick else 4), tuple(chosen.only or INSIDE)
     plan = asdict(train.Plan(chosen.model, names, options.rounds(chosen), seconds, seconds, HERE))
-    one = run_here("daso.cli.bench.train", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
+    one = run_here(
+        "benchmarks.node_reducers", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks
+    )
     yield one, node_reducers.table(one), node_reducers.figures(one)
 
 
@@ -160,7 +177,7 @@ def _push(chosen: argparse.Namespace) -> Measured:
 
 def _server(chosen: argparse.Namespace) -> Measured:
     from benchmarks import server
-    from daso.cli.bench.baselines import SERVERS
+    from benchmarks.contenders import SERVERS
 
     links, nodes, quick = options.links(chosen), options.nodes(chosen.nodes), chosen.quick
     chosen.seeds = chosen.seeds or (1 if quick else 3)

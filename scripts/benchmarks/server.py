@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.contenders import SERVERS, UNBOUNDED
 from benchmarks.time_to_accuracy import samples_of, warmed_cosine
-from daso.cli.bench.baselines import SERVERS, Contender
+from benchmarks.timed_models import Paced
+from daso.cli.bench.baselines import Contender
 from daso.cli.bench.models import Batch, Case, loss_of, score
-from daso.cli.bench.names import DDP, UNBOUNDED
-from daso.cli.bench.timed_models import Paced
+from daso.cli.bench.names import DDP
 from daso.comm.process_group import join_process_group
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler

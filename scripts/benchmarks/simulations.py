@@ -15,8 +15,7 @@ from daso.environment import data_folder
 from daso.examples.cnn import CNN
 from daso.examples.transformer import ByteTransformer
 from daso.plan.auto import Auto
-from daso.plan.merge import MergeName
-from daso.plan.options import BITS, Exchange, Gradients, Restore, Settings, Wire
+from daso.plan.options import BITS, Exchange, Gradients, MergeName, Restore, Settings, Wire
 from daso.plan.policies import Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
 from daso.train.deltas.outer import MakeOuter
@@ -83,7 +82,7 @@ class Setting:
     def times(self) -> Times:
         """Return what takes how long, in batches."""
         settings = self.settings()
-        bits = BITS[settings.gradient_wire(hidden=True)] / BITS[settings.wires[0]]
+        bits = BITS[settings.hidden_wire] / BITS[settings.wires[0]]
         gradients = self.exchange * bits if settings.may_hide else 0.0
         exposed = max(0.0, gradients - HIDDEN)
         part = self.exchange / self.fragments, self.own / self.fragments

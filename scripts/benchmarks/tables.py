@@ -88,6 +88,16 @@ def _step_times() -> str:
     return _lines(head, ([name, *map(_times, ratios[name])] for name in names))
 
 
+def _front() -> str:
+    """Return step times of a CNN, settled, and of a GPT from its first batch, over compute only."""
+    cnn = step_ratios(_read("train"))
+    (run,) = (run for run in _read("train_adamw_start")["runs"] if run["plan"]["model"] == "gpt")
+    gpt = {row["name"]: row["over_compute"] for row in run["rows"]}
+    head = ["", *(f"CNN, SGD, {link}" for link in LINKS.values()), "GPT, AdamW, 1 Gbit/s"]
+    names = sorted(cnn, key=lambda name: cnn[name])
+    return _lines(head, ([name, *map(_times, [*cnn[name], gpt.get(name)])] for name in names))
+
+
 def _step_times_of_models() -> str:
     runs = _read("train_models")["runs"]
     ratios = [{row["name"]: row["over_compute"] for row in run["rows"]} for run in runs]
@@ -226,7 +236,6 @@ def _servers() -> str:
     names = {
         "`staleness=None`": "eager, unbounded",
         '`staleness=None`, `mode="local_rows"`': "eager, blocks, unbounded",
-        '`staleness=None`, `mode="replicated"`': "eager, replicas, unbounded",
         "`staleness=4`": "eager, 4 steps apart",
         "`staleness=1`": "eager, 1 step apart",
         "`staleness=0`": "eager, in step",
@@ -289,18 +298,18 @@ def _recoveries() -> str:
 
 def _flows() -> str:
     names = {
-        "flow, layers on both ranks, 32 under way": "flow, replicas, 32 at once",
-        "8 under way": "flow, replicas, 8 at once",
-        "1 under way": "flow, replicas, 1 at once",
-        "each layer on one rank, 32 under way": "flow, spread, 32 at once",
-        "on one rank, 32 under way": "flow, 1 rank, 32 at once",
-        "layers on both ranks, 32 under way, unbatched": "flow, replicas, 32 at once, unbatched",
-        "each layer on one rank, unbatched": "flow, spread, 32 at once, unbatched",
-        "on one rank, unbatched": "flow, 1 rank, 32 at once, unbatched",
-        "eager, 2 BLAS threads": "eager, 2 BLAS threads",
-        "eager on both ranks, gradients averaged": "eager on all ranks, gradients averaged",
-        "`nn.GRU`, one by one": "nn.GRU, one by one",
-        "batches of lists of one length": "batches of one length",
+        "two ranks: plain torch, gradients averaged": "eager on all ranks, gradients averaged",
+        "two ranks: flow, replicas, 32 under way": "flow, replicas, 32 at once",
+        "two ranks: flow, replicas, 8 under way": "flow, replicas, 8 at once",
+        "two ranks: flow, replicas, 1 under way": "flow, replicas, 1 at once",
+        "two ranks: flow, each layer on one, 32 under way": "flow, spread, 32 at once",
+        "two ranks: flow, replicas, unbatched": "flow, replicas, 32 at once, unbatched",
+        "two ranks: flow, each layer on one, unbatched": "flow, spread, 32 at once, unbatched",
+        "one rank: flow, 32 under way": "flow, 1 rank, 32 at once",
+        "one rank: flow, unbatched": "flow, 1 rank, 32 at once, unbatched",
+        "one rank: plain torch, 2 BLAS threads": "eager, 2 BLAS threads",
+        "one rank: `nn.GRU`": "nn.GRU, one by one",
+        "one rank: batches of lists of one length": "batches of one length",
     }
     found = _read("flow")
     tasks = [run for run in found["runs"] if "plan" in run]
@@ -311,29 +320,9 @@ def _flows() -> str:
         "" if run["plan"]["task"] == "lists" else f"_{run['plan']['task']}" for run in tasks
     ]
     speedups = [found["figures"][figure + suffix]["value"] for suffix in suffixes]
-    rows.append(["simulated, 16 ranks over 1", *(_times(one, 1) for one in speedups)])
+    simulated = "16 ranks, simulated: flow, replicas, unbatched, over the same on one"
+    rows.append([simulated, *(_times(one, 1) for one in speedups)])
     return _lines(["", *(run["plan"]["task"] for run in tasks)], rows)
-
-
-def _memory() -> str:
-    names = {
-        "all swapped": "all_swap",
-        "all recomputed": "all_recompute",
-        "planned": "search",
-        "blocks by torch's checkpoint": "torch checkpoint",
-    }
-    rows = []
-    for run in _read("memory")["runs"]:
-        for budget in run["budgets"]:
-            found = {row["name"]: row for row in budget["rows"]}
-            rate = f"{budget['rate'] / 1e9:g} GB/s" if budget["rate"] else "no limit"
-            size = f"{run['model']}, {budget['capacity_bytes'] / 2**20:.1f} MiB, {rate}"
-            cells = (
-                f"{_times(row['ratio'])}, {row['live_bytes'] / 2**20:.1f}" if row else NONE
-                for row in map(found.get, names.values())
-            )
-            rows.append([size, *cells])
-    return _lines(["", *names], rows)
 
 
 def _algorithms() -> str:
@@ -373,6 +362,7 @@ def _figures() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "front": _front,
     "step-times": _step_times,
     "step-times-of-models": _step_times_of_models,
     "step-times-on-a-gpu": _step_times_on_a_gpu,
@@ -387,7 +377,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "servers-with-momentum": _servers_with_momentum,
     "recoveries": _recoveries,
     "flows": _flows,
-    "memory": _memory,
     "algorithms": _algorithms,
     "nodes": _nodes,
     "figures": _figures,

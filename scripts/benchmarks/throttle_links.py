@@ -15,8 +15,8 @@ from benchmarks.hosts import Hosts
 from benchmarks.throttle_error import POLICIES, mean, train
 from daso.comm.topology import Topology
 from daso.predict.emulate import simulate_target
-from daso.predict.link_rate import parse_rate
-from daso.predict.link_trials import link_rate
+from daso.predict.links import parse_rate
+from daso.predict.measure import link_rate
 from daso.predict.throttle_plan import Machine, ThrottlePlan, estimate
 
 __all__ = ["Plan", "compare", "figures", "measure", "table"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from daso.errors import ConfigError
-from daso.predict.link_rate import parse_rate
+from daso.predict.links import parse_rate
 from minicluster.processes import (
     PATH,
     ClusterError,

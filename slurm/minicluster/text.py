@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from daso.errors import ConfigError
-from daso.predict.link_rate import discipline, parse_rate
+from daso.predict.links import discipline, parse_rate
 
 __all__ = ["CONTROL", "MAX_HOSTS", "Minicluster"]
 

@@ -53,7 +53,7 @@ def test_a_job_goes_on_after_its_time_limit_to_the_same_bits(daso):
     assert [event["step"] for event in resumed] == [event["step"] for event in stopped]
     assert [event["restarts"] for event in resumed] == list(range(1, restarts + 1))
     for restart in range(1, restarts + 1):
-        assert f"SLURM started job {job} anew: restart {restart}" in log
+        assert f"SLURM restarted job {job}: restart {restart}" in log
     whole = daso.submit("--nodes=2", *words, "--name=uninterrupted")
     log = daso.daso("logs", "--follow", whole, seconds=300).stdout
     assert daso.status(whole) == ("COMPLETED", "0"), log[-3000:]
@@ -85,7 +85,7 @@ def test_a_host_that_is_cut_off_ends_the_job_and_is_named(daso):
 
 
 @pytest.mark.slow("SLURM takes half a minute to find a host down")
-def test_a_job_whose_host_is_cut_off_goes_on_from_its_checkpoint_on_another(daso):
+def test_job_of_a_lost_host_resumes_on_another(daso):
     words = ["-m", "daso", "train", *COMMON, "--epochs=100000", "--checkpoint.every=50"]
     limit, name = "--exchange.timeout_seconds=5", "elsewhere"
     job = daso.submit("--nodes=2", "--restart-on-failure=1", *words, limit, f"--name={name}")

@@ -108,7 +108,7 @@ later = pytest.mark.later("starts a job of four ranks for each case")
         pytest.param("stall", "world rank 1 did not", "daso", marks=later),
         pytest.param("kill", "rank 1 ended first", "server", marks=later),
         pytest.param("raise", "rank 1 of 4", "server", marks=later),
-        pytest.param("stall", "world rank 1 makes", "server", marks=later),
+        pytest.param("stall", "world rank 1's rows of step", "server", marks=later),
         pytest.param("kill", "rank 1 ended first", "flow", marks=later),
         pytest.param("raise", "layer 'layer 1' must not fail", "flow", marks=later),
         pytest.param("stall", "world rank 1 ", "flow", marks=later),
@@ -198,7 +198,8 @@ def test_killing_what_started_the_ranks_ends_the_job(tmp_path: Path, whose: str)
     said = job.communicate(timeout=HANG_SECONDS)[1]
     assert job.returncode != 0
     assert f"the job ended with exit code {job.returncode}" in said
-    causes = {"mpirun": "SIGKILL ended mpirun", "proxy": "what mpirun starts ranks by was killed"}
+    proxy_killed = "mpirun's process that starts ranks was killed"
+    causes = {"mpirun": "SIGKILL ended mpirun", "proxy": proxy_killed}
     assert causes[whose] in said
     wait_for_none_left(program)
 
@@ -328,6 +329,60 @@ if RAISES and world.rank == 1:
 """
 
 
+FAILING = """
+import daso
+world = daso.init()
+print("hello from", world.rank, flush=True)
+def divide():
+    return 1 / 0
+if world.rank in RANKS:
+    divide()
+OTHERS
+"""
+
+
+def failing(folder: Path, ranks: str, others: str = "world.barrier()") -> Path:
+    program = folder / "divide.py"
+    program.write_text(FAILING.replace("RANKS", ranks).replace("OTHERS", others))
+    return program
+
+
+@pytest.mark.later("starts ranks")
+def test_an_error_that_all_ranks_raise_is_printed_once(tmp_path: Path) -> None:
+    run = run_on(3, failing(tmp_path, "(0, 1, 2)"))
+    assert run.returncode == 1
+    assert run.stdout.count("hello from") == 3
+    assert run.stderr.count("Traceback") == 1
+    assert "runpy" not in run.stderr
+    assert "Abort" not in run.stderr
+    assert run.stderr.splitlines()[-2:] == [
+        "daso: all 3 ranks failed: ZeroDivisionError: division by zero",
+        "daso: the job ended with exit code 1",
+    ]
+
+
+@pytest.mark.later("starts ranks")
+def test_each_rank_prints_its_traceback_where_that_is_asked_for(tmp_path: Path) -> None:
+    words = ("run", "-n", "2", failing(tmp_path, "(0, 1)"))
+    run = ended("daso", *words, DASO_TRACEBACKS="all")
+    assert run.returncode != 0
+    assert run.stderr.count("Traceback") == 2
+    assert "all 2 ranks" not in run.stderr
+
+
+@pytest.mark.later("starts ranks")
+@pytest.mark.parametrize(
+    "others", ["world.barrier()", "raise ZeroDivisionError('division by zero')"]
+)
+def test_an_error_of_some_ranks_is_printed_by_them(tmp_path: Path, others: str) -> None:
+    """Also where the others raise one of the same text in another line."""
+    run = run_on(3, failing(tmp_path, "(1,)", others))
+    assert run.returncode != 0
+    assert "daso: rank 1 of 3 on " in run.stderr
+    assert "in divide" in run.stderr
+    assert "all 3 ranks" not in run.stderr
+
+
 def test_an_error_beside_torchs_process_group_is_printed(tmp_path: Path) -> None:
     """Its hook for errors prints what others wrote once they return, and ours ends the job."""
     program = tmp_path / "train_beside_torch.py"
@@ -389,7 +444,7 @@ def test_ending_daso_run_alone_ends_all_ranks(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.later("waits for a rank that stands still")
-def test_a_rank_that_waits_in_vain_says_so_where_the_one_that_speaks_stands_still(tmp_path):
+def test_waiting_rank_prints_its_error_when_rank_0_is_stopped(tmp_path):
     """`daso train` has rank 0 print errors; here rank 0 is what the other waits for."""
     fault = "stop rank 0 at step 5 for 60 s"
     words = ("-m", "daso", "run", "-n", "2", "--ranks-per-node", "1", "--fault", fault)
@@ -416,29 +471,31 @@ import daso
 
 topology = daso.init()
 torch.manual_seed(0)
-model = torch.nn.Linear(5, 5)
-inner = torch.optim.SGD(model.parameters(), lr=0.01)
-optimizer = daso.DASO(inner, module=model, policy=daso.Fixed(4, 1))
-for step in range(6):
-    optimizer.zero_grad()
-    model(torch.randn(8, 5) + topology.rank).square().sum().backward()
-    optimizer.step()
-how = sys.argv[1]
-if how == "synchronize":
-    optimizer.synchronize()
-elif how == "averaged":
-    with optimizer.averaged():
-        print(model.weight.sum())
-elif how == "state":
-    optimizer.state_dict()
-elif how == "raises":
-    raise ValueError("of the user's")
+opened = []
+for how in sys.argv[1].split(","):
+    model = torch.nn.Linear(5, 5)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = daso.DASO(inner, module=model, policy=daso.Fixed(4, 1))
+    opened.append(optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(8, 5) + topology.rank).square().sum().backward()
+        optimizer.step()
+    if how == "synchronize":
+        optimizer.synchronize()
+    elif how == "averaged":
+        with optimizer.averaged():
+            print(model.weight.sum())
+    elif how == "state":
+        optimizer.state_dict()
+    elif how == "raises":
+        raise ValueError("of the user's")
 """
 
 
 @pytest.mark.parametrize(
     ("how", "ranks_per_node"),
-    [("", 1), ("", 2), ("synchronize", 1), ("averaged", 1), ("state", 1), ("raises", 1)],
+    [("", 1), ("", 2), ("synchronize,averaged,state", 1), ("raises", 1)],
 )
 def test_a_program_that_ends_while_nodes_differ_is_told(
     tmp_path: Path, how: str, ranks_per_node: int

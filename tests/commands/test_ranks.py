@@ -11,12 +11,12 @@ from on_mpi import PYTEST, run_on, run_tests
 TESTS = Path(__file__).parents[1]
 RANKS, WORLD = TESTS / "ranks", TESTS / "world"
 # Of worlds: the everyday tier has all in threads, and these on ranks, whose time is their own.
-EVERYDAY = [WORLD / f"test_{name}.py" for name in ("sync", "behaviour", "eager", "checkpoint")]
-# And these have tests that MPI alone can pass, on three ranks and four.
-OF_MPI = [
-    WORLD / f"test_{name}.py" for name in ("host", "neighbours", "priority", "routes", "tuning")
+EVERYDAY = [
+    WORLD / f"test_{name}.py" for name in ("sync", "behaviour", "parameter_server", "checkpoint")
 ]
-CONTRACT, MANY = RANKS / "test_contract.py", RANKS / "test_many.py"
+# And these have tests that MPI alone can pass, on three ranks and four.
+OF_MPI = [WORLD / f"test_{name}.py" for name in ("host", "priority", "routes", "tuning")]
+CONTRACT, MANY = RANKS / "test_contract.py", RANKS / "test_many_ranks.py"
 POINTS = 47  # of the drop-in contract
 
 

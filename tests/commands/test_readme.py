@@ -222,7 +222,7 @@ def test_commands_it_shows_are_known() -> None:
     }
 
 
-def test_exchanges_over_the_limit_of_their_link_are_those_that_were_measured() -> None:
+def test_quoted_exchanges_over_their_limit_were_measured() -> None:
     import json
 
     found = json.loads((ROOT / "scripts/figures/exchange.json").read_text())["figures"]
@@ -258,9 +258,9 @@ def test_its_tables_are_those_that_were_measured() -> None:
 def test_a_table_is_written_anew_where_it_stands() -> None:
     from benchmarks import tables
 
-    before = "a\n<!-- table: memory -->\nold\n<!-- end of table -->\n| mine |\n"
+    before = "a\n<!-- table: step-times-on-a-gpu -->\nold\n<!-- end of table -->\n| mine |\n"
     after = tables.filled(before)
-    assert after.startswith("a\n<!-- table: memory -->\n\n| | all swapped |")
+    assert after.startswith("a\n<!-- table: step-times-on-a-gpu -->\n\n| ranks | model")
     assert after.endswith(" |\n\n<!-- end of table -->\n| mine |\n")
     assert "old" not in after
 
@@ -287,7 +287,7 @@ def test_its_picture_shows_what_was_measured() -> None:
         assert gap == pytest.approx(-told, abs=1e-9)
 
 
-def test_exchanges_among_many_nodes_are_those_that_were_planned_and_measured() -> None:
+def test_quoted_exchanges_among_many_nodes_were_measured() -> None:
     import json
 
     from daso.plan.allreduce_plan import direct_plan
@@ -296,9 +296,9 @@ def test_exchanges_among_many_nodes_are_those_that_were_planned_and_measured() -
     nbytes, text = 50e6, " ".join(PAGES["options"].split())
     plans = [(choose_plan("auto", nodes, nbytes), nodes) for nodes in (64, 256, 1024)]
     counts = [allreduce_cost(plan, nbytes, LinkCosts()).messages for plan, _ in plans]
-    assert "nodes sends {}, {} and {} messages".format(*counts) in text
+    assert "| groups | {} | {} | {} |".format(*counts) in text
     direct = [allreduce_cost(direct_plan(plan.peers), nbytes, LinkCosts()) for plan, _ in plans]
-    said = "all to all in parts takes {:,}, {:,} and {:,}"
+    said = "| direct, with smaller messages | {:,} | {:,} | {:,} |"
     assert said.format(*(cost.messages for cost in direct)) in text
     runs = json.loads((ROOT / "scripts/figures/exchange_nodes.json").read_text())["runs"]
     (racks,) = [run for run in runs if run["plan"]["racks"] == 2]
@@ -306,7 +306,7 @@ def test_exchanges_among_many_nodes_are_those_that_were_planned_and_measured() -
     for unequal in (racks, slow):
         ms = {row["name"]: f"{row['ms']:.0f}" for row in unequal["rows"]}
         said = (ms["fp32, planned"], ms["fp32"], ms["fp32, MPI Allreduce"], ms["fp32, gloo"])
-        assert "{} ms instead of {} (MPI's Allreduce {}, gloo {}".format(*said) in text
+        assert "| {} | {} | {} | {} |".format(*said) in text
 
 
 def test_keywords_it_lists_are_those_of_the_optimizer() -> None:
@@ -331,8 +331,8 @@ def test_seconds_of_a_server_with_momentum_are_those_that_were_measured() -> Non
     assert f"`staleness=None` took {ratio:.2f} of DDP's seconds" in text
     found = json.loads((ROOT / "scripts/figures/server.json").read_text())
     gaps = [found["figures"][f"accuracy_gap{slow}"]["value"] for slow in ("", "_slow3")]
-    said = "ends {:.2f} points of accuracy below DDP where all are alike, and {:.2f} above"
-    assert said.format(gaps[0], -gaps[1]) in text
+    said = "| all ranks alike | {:.2f} | | | last rank 3 times as slow | {:.2f} |"
+    assert said.format(*gaps) in text
 
 
 def test_errors_of_predictions_are_those_that_were_measured() -> None:
@@ -341,12 +341,11 @@ def test_errors_of_predictions_are_those_that_were_measured() -> None:
     figures = json.loads((ROOT / "scripts/figures/predict.json").read_text())["figures"]
     percent = {name: 100 * one["value"] for name, one in figures.items()}
     text = " ".join(PAGES["predict"].split())
-    said = "within {prediction_error_median:.1f} % of those measured, and all within"
-    said += " {prediction_error_worst:.1f} %"
+    said = "| `daso predict` | {prediction_error_median:.1f} | {prediction_error_worst:.1f} |"
     assert said.format(**percent) in text
-    said = "off by {added_error_median:.1f} % in the median and {added_error_worst:.1f} % at most"
+    said = "computing and transfer | {added_error_median:.1f} | {added_error_worst:.1f} |"
     assert said.format(**percent) in text
-    assert "off by {unchanged_error_median:.0f} %".format(**percent) in text
+    assert "used for the others | {unchanged_error_median:.0f} |".format(**percent) in text
 
 
 def test_faults_came_to_what_it_says() -> None:
@@ -356,21 +355,21 @@ def test_faults_came_to_what_it_says() -> None:
     struck = [row for row in rows if row["struck"]]
     assert not [row for row in rows if row["problem"]]
     text = " ".join(PAGES["elastic"].split())
-    assert f"Of {len(rows)} jobs of three nodes" in text
-    assert f"{len(struck)} faults came to strike" in text
+    assert f"{len(rows)} jobs of three nodes" in text
+    assert f"{len(struck)} faults occurred" in text
     longest = [
         max(row["longest_step_seconds"] for row in struck if kind in (row["faults"] or "kill"))
         for kind in ("kill", "raise", "stop")
     ]
     said = (
-        "{:.2f} s where a rank was killed, {:.2f} s where one raised and {:.2f} s where one stood"
+        "| a rank is killed | {:.2f} | | a rank raises | {:.2f} | | a rank stops for 2 s | {:.2f} |"
     )
     assert said.format(*longest) in text
     alone = [row for row in struck if max(row["node_sizes"]) == 1]
     killed = max(
         row["longest_step_seconds"] for row in alone if "kill" in (row["faults"] or "kill")
     )
-    assert f"in nodes of one rank, {killed:.2f} s where one was killed" in text
+    assert f"| a rank is killed, nodes of one rank | {killed:.2f} |" in text
 
 
 def test_an_elastic_step_takes_what_was_measured() -> None:
@@ -386,7 +385,7 @@ def test_an_elastic_step_takes_what_was_measured() -> None:
 def test_training_with_the_settings_it_shows(tmp_path: Path) -> None:
     (line,) = [
         line
-        for text in blocks("train", "sh")
+        for text in blocks("commands", "sh")
         for line in text.splitlines()
         if "--data.name=text" in line
     ]

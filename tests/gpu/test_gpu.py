@@ -41,15 +41,15 @@ def test_one_rank_takes_the_steps_of_the_bare_optimizer():
 def test_copies_arrive_and_leave_the_other_streams_alone():
     copies = CudaCopies(DEVICE)
     row = torch.arange(1 << 22, dtype=torch.float32, device=DEVICE)
-    host = copies.memory(row.nbytes).view(row.dtype)
+    host = copies.host_memory(row.nbytes).view(row.dtype)
     assert host.is_pinned()
     row.mul_(2)
-    arrived = copies.out(row, host)
+    arrived = copies.to_host(row, host)
     while not arrived():
         pass
     assert torch.equal(host, 2 * torch.arange(1 << 22, dtype=torch.float32))
     back = torch.zeros_like(row)
-    arrived = copies.back(host, back, in_turn=True)
+    arrived = copies.to_device(host, back, in_order=True)
     while not arrived():
         pass
     assert torch.equal(back, row)
@@ -70,10 +70,10 @@ def test_nccl_on_one_rank_gives_back_what_it_got():
         row.flat.copy_(torch.arange(1000, device=DEVICE))
         for onward in (False, True):
             (bucket,) = row.cut([(0, 1000)])
-            bucket.start([(0, 1000)], onward=onward)
+            bucket.mark_ready([(0, 1000)], onward=onward)
             bucket.wait_filled()
-            assert bucket.add() is not None
-            bucket.deliver(1)
+            assert bucket.reduce() is not None
+            bucket.publish(1)
             bucket.wait()
             assert torch.equal(row.flat.cpu(), torch.arange(1000).to(dtype))
     node.free()

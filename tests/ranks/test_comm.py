@@ -6,28 +6,26 @@ import torch
 from mpi4py import MPI
 from worlds import ANY
 
-from daso.comm import shared_memory
 from daso.comm.allreduce.direct import (
-    PairwiseExchange,
     ReduceScatterAllGather,
     deterministic_allreduce,
     iallreduce,
 )
-from daso.comm.allreduce.ordered import OnDevice, window
+from daso.comm.allreduce.ordered import DeviceContext, PairwiseExchange, window
 from daso.comm.allreduce.runners import SequentialAllReduce
 from daso.comm.emulation import CopyLink
 from daso.comm.engine import Engine
-from daso.comm.health.control_messages import ControlChannel
 from daso.comm.health.liveness import LivenessProbe
-from daso.comm.node.shm import ShmNode
+from daso.comm.health.step_watchdog import ControlChannel
+from daso.comm.node import shm
+from daso.comm.node.shm import SharedWindow, ShmNode
 from daso.comm.reduction import CPU, BufferPool, Row
-from daso.comm.shared_memory import SharedWindow
 from daso.errors import ExchangeError, StallError, TopologyError
 from daso.kernels.codecs import codec_named, exact_codec
 from daso.kernels.rows import FlatTensors
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
+from daso.plan.exchange import ADOPT, KEEP
 from daso.plan.layout import Span, chunk_parts, split
-from daso.plan.merge import ADOPT, KEEP
 from daso.train.deltas.shard import DeltaShard, MergeOptions
 
 pytestmark = pytest.mark.mpi
@@ -134,7 +132,7 @@ class Late(CopyLink):
         super().__init__(1e9)
         self.message = message
 
-    def mark(self):
+    def completion(self):
         return lambda: bool(self.message[-1] == 1)
 
 
@@ -144,7 +142,7 @@ def test_messages_move_while_a_device_adds(topology, engine):
     received, sent = np.zeros(1 << 24, np.uint8), np.ones(1 << 24, np.uint8)
     peers = (rank_info.rank - 1) % rank_info.world_size, (rank_info.rank + 1) % rank_info.world_size
     requests = [world.Irecv(received, peers[0], 99), world.Isend(sent, peers[1], 99)]
-    where = OnDevice(CPU, Late(received))
+    where = DeviceContext(CPU, Late(received))
     exchange = deterministic_allreduce(
         world, codec_named("fp32"), [1] * rank_info.world_size, rank_info.world_size, where=where
     )
@@ -188,7 +186,7 @@ def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine)
         engine.run(iallreduce(topology.world_comm, part, chunks, 1, size, kept))
         torch.testing.assert_close(part.reference, expected)
         # What a merge that keeps local work adds.
-        torch.testing.assert_close(part.shown, part.reference - rows[rank_info.rank])
+        torch.testing.assert_close(part.published, part.reference - rows[rank_info.rank])
 
 
 def encode(part, codec, chunks, x, *, keeps):
@@ -217,8 +215,8 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
         encode(part, mean.codec, chunks, x, keeps=keeps)
         engine.run(mean.run(part, chunks))
         part.finish()
-        part.show(KEEP if keeps else ADOPT)
-        x = x + part.shown if keeps else part.shown.clone()
+        part.publish(KEEP if keeps else ADOPT)
+        x = x + part.published if keeps else part.published.clone()
     # What is held back goes out with an exact exchange over the same parts.
     if wire == "topk":
         assert part.residual is None
@@ -257,7 +255,7 @@ def look_for_the_same_bits(topology, engine, codec, plan, *, keeps):
             one.finish()
         assert torch.equal(mine.reference, same.reference), plan.name
         if keeps:
-            assert torch.equal(mine.shown, same.shown), plan.name
+            assert torch.equal(mine.published, same.published), plan.name
         elif not codec.exact:
             assert torch.equal(mine.residual, same.residual), plan.name
 
@@ -326,7 +324,7 @@ def test_who_does_not_answer_is_missing_and_who_waits_is_not(
         monkeypatch.setattr(liveness._notes, "arrived", look)
         said = liveness.missing()
         who = f"{last} on host host{last}"
-        missing = f"no answer from world rank {who}, which hangs, or the link to it does"
+        missing = f"no answer from world rank {who}, which hangs or is disconnected"
         assert said == missing if last else said.startswith("every rank answers")
     elif rank_info.rank < last:
         end = time.perf_counter() + 4.0
@@ -369,10 +367,10 @@ def test_buckets_average_in_rank_order_bit_for_bit(topology, node, dtype):
         for bucket, size in zip(buckets, sizes, strict=True):
             rows = rows_of_all_ranks(rank_info.local_size, size, dtype, seed=round_)
             bucket.flat.copy_(rows[rank_info.local_rank])
-            bucket.start(split(size, rank_info.local_size))
+            bucket.mark_ready(split(size, rank_info.local_size))
             bucket.wait_filled()
-            assert bucket.add() is not None
-            bucket.deliver(rank_info.local_size)
+            assert bucket.reduce() is not None
+            bucket.publish(rank_info.local_size)
             bucket.wait()
             wide_rows = [row.to(wide) for row in rows]
             expected = sequential_mean(wide_rows, [1] * len(rows), rank_info.local_size).to(dtype)
@@ -387,11 +385,11 @@ def test_a_row_is_cut_anew_between_rounds(topology, node):
         for _ in range(2):
             row.flat.fill_(rank_info.local_rank)
             for bucket in buckets:
-                bucket.start(split(bucket.flat.numel(), rank_info.local_size))
+                bucket.mark_ready(split(bucket.flat.numel(), rank_info.local_size))
             for bucket in buckets:
                 bucket.wait_filled()
-                assert bucket.add() is not None
-                bucket.deliver(1)
+                assert bucket.reduce() is not None
+                bucket.publish(1)
             for bucket in buckets:
                 bucket.wait()
             assert row.flat.tolist() == [expected] * 12
@@ -403,16 +401,16 @@ def test_a_bucket_is_not_added_before_all_ranks_have_filled_theirs(topology, nod
     (bucket,) = node.row(8, torch.float32, 1).cut([(0, 8)])
     bucket.flat.fill_(rank_info.local_rank)
     if rank_info.local_rank == 0:
-        bucket.start(split(8, rank_info.local_size))
-        early = bucket.add()
+        bucket.mark_ready(split(8, rank_info.local_size))
+        early = bucket.reduce()
         topology.node_comm.Barrier()
         assert (early is None) == (rank_info.local_size > 1)
     else:
         topology.node_comm.Barrier()
-        bucket.start(split(8, rank_info.local_size))
+        bucket.mark_ready(split(8, rank_info.local_size))
     bucket.wait_filled()
-    bucket.add()
-    bucket.deliver(rank_info.local_size)
+    bucket.reduce()
+    bucket.publish(rank_info.local_size)
     bucket.wait()
     assert bucket.flat.tolist() == [(rank_info.local_size - 1) / 2] * 8
 
@@ -423,7 +421,7 @@ def test_shares_show_each_part_to_the_whole_node(topology, node):
     share = node.share(spans, torch.float32)
     for round_ in range(3):
         share.wait_released()
-        share.mine.fill_(10 * round_ + rank_info.local_rank)
+        share.own.fill_(10 * round_ + rank_info.local_rank)
         share.publish()
         share.wait()
         expected = [
@@ -438,7 +436,7 @@ def test_a_rank_that_does_not_come_is_named(topology):
     node = ShmNode(topology, 0.3)
     (bucket,) = node.row(4, torch.float32, 1).cut([(0, 4)])
     if rank_info.local_size > 1 and rank_info.local_rank == 0:
-        bucket.start(split(4, rank_info.local_size))
+        bucket.mark_ready(split(4, rank_info.local_size))
         late = [rank for rank, node in enumerate(rank_info.node_of) if node == rank_info.node][1:]
         with pytest.raises(StallError, match=", ".join(map(str, late))):
             bucket.wait_filled()
@@ -477,20 +475,18 @@ def test_ranks_of_a_host_take_its_gpus_in_turn(topology, rank_info, monkeypatch,
 
 
 @pytest.mark.nodes((2,), (3,), (4,), (2, 2))
-def test_shared_memory_that_a_host_does_not_have_is_refused_before_it_is_written(
-    topology, monkeypatch
-):
+def test_missing_shared_memory_is_refused_before_use(topology, monkeypatch):
     """MPI makes files of any size; who writes beyond what there is dies of SIGBUS."""
     size = topology.local_size
     node = topology.world_comm.Split(topology.node, topology.local_rank)
-    monkeypatch.setattr(shared_memory, "free_bytes", lambda: size * 4096 - 1)
+    monkeypatch.setattr(shm, "free_bytes", lambda: size * 4096 - 1)
     with pytest.raises(TopologyError, match=r"enlarge /dev/shm \(containers: --shm-size\)"):
         SharedWindow(node, 4096)
-    monkeypatch.setattr(shared_memory, "free_bytes", lambda: size * 4096)
+    monkeypatch.setattr(shm, "free_bytes", lambda: size * 4096)
     SharedWindow(node, 4096).free()
     monkeypatch.undo()
-    assert shared_memory.free_bytes() > 4096
-    monkeypatch.setattr(shared_memory, "PLACE", "/nowhere")
-    assert shared_memory.free_bytes() is None
+    assert shm.free_bytes() > 4096
+    monkeypatch.setattr(shm, "SHM_DIRECTORY", "/nowhere")
+    assert shm.free_bytes() is None
     SharedWindow(node, 4096).free()
     node.Free()

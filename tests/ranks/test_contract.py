@@ -16,14 +16,16 @@ from functools import partial
 
 import pytest
 import torch
-from doors import DOORS, HOOKS, INNERS, PHASES, WRAPPER, batch, bits, network, train
+from doors import DOORS, HOOKS, INNERS, PHASES, WRAPPER, bits, network
 from jobs import hidden_launcher, once, run, run_on, slowness
+from pairwise import pairwise
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from training import adamw, batch, sgd, train
 
 import daso
 from daso.errors import ExchangeError, LayoutError, NonFiniteError
@@ -36,14 +38,6 @@ BACKGROUND = daso.Fixed(4, 1)
 only_wrapper = pytest.mark.parametrize("door", [WRAPPER], ids=["DASO"])
 only_hooks = pytest.mark.parametrize("door", [HOOKS], ids=["attach"])
 policies = pytest.mark.parametrize("policy", [SYNCHRONOUS, BACKGROUND], ids=repr)
-
-
-def sgd(model, **options):
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, **options})
-
-
-def adamw(model, **options):
-    return torch.optim.AdamW(model.parameters(), **{"lr": 0.01, **options})
 
 
 def assert_trains_as_one(door, topology, make, *, steps=5):
@@ -536,9 +530,7 @@ def new_scaler(power=10):
     return torch.amp.GradScaler("cpu", init_scale=2.0**power, growth_interval=1000)
 
 
-@pytest.mark.parametrize("policy", PHASES, ids=repr)
-@pytest.mark.parametrize("family", [sgd, adamw])
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pairwise(policy=PHASES, family=[sgd, adamw], clip=[None, 1.0], door=DOORS)
 def test_23_an_inf_on_one_rank_leaves_all_at_the_same_batch(
     door, topology, rank_info, policy, family, clip
 ):
@@ -662,7 +654,7 @@ def test_28_saved_state_is_inners_keys_and_one_of_ours_and_loads_both_ways(
         train(optimizer, model, rank_info.rank, 2, first=5)
 
 
-@pytest.mark.parametrize("policy", PHASES, ids=repr)
+@pairwise(policy=PHASES, make=list(INNERS.values()), door=DOORS)
 def test_29_saved_state_loads_with_weights_only(door, topology, rank_info, make, policy):
     model = network()
     inner = make(model.parameters())
@@ -703,8 +695,9 @@ RESUMES = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "steps"), RESUMES, ids=repr)
-def test_31_resuming_gives_the_bits_of_going_on(door, topology, rank_info, make, policy, steps):
+@pairwise(resume=RESUMES, make=list(INNERS.values()), door=DOORS)
+def test_31_resuming_gives_the_bits_of_going_on(door, topology, rank_info, make, resume):
+    policy, steps = resume
     keywords = {"topology": topology, "policy": policy}
     model = network()
     with door(make(model.parameters()), module=model, **keywords) as (optimizer, handle):

@@ -7,18 +7,19 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from doors import batch, bits
+from doors import bits
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.nn.parallel import DistributedDataParallel
+from training import batch, sgd, train
 
 import daso
 from daso.errors import ConfigError
 from daso.examples.transformer import ByteTransformer
-from daso.train.reducers import DdpFinder
+from daso.train.gradients.ddp import DdpFinder
 
 pytestmark = pytest.mark.mpi
-STEPS = 50  # a race of some of them
+STEPS = 20
 # Which module is given to DASO, and whether DDP comes first.
 ORDERS = {
     "DDP": ("parallel", True),
@@ -35,33 +36,22 @@ def network():
     return nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 200), nn.Linear(200, 2))
 
 
-def parallel(model):
-    return DistributedDataParallel(model, bucket_cap_mb=0.05)
+def parallel(model, *, views=False):
+    return DistributedDataParallel(model, bucket_cap_mb=0.05, gradient_as_bucket_view=views)
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-def train(optimizer, model, rank, first=0):
-    for step in range(first, first + STEPS):
-        optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
-        optimizer.step()
-
-
-def trained(order, topology, policy):
+def trained(order, topology, policy, *, views=False):
     """Return the parameters of a training under DDP and DASO."""
     given, first = ORDERS[order]
     model = network()
     both = {"model": model, "nothing": None}
     if first:
-        both["parallel"] = parallel(model)
-    optimizer = daso.DASO(sgd(model), module=both[given], topology=topology, policy=policy)
+        both["parallel"] = parallel(model, views=views)
+    optimizer = daso.DASO(sgd(model, lr=0.01), module=both[given], topology=topology, policy=policy)
     try:
         if "parallel" not in both:
-            both["parallel"] = parallel(model)
-        train(optimizer, both["parallel"], topology.rank)
+            both["parallel"] = parallel(model, views=views)
+        train(optimizer, both["parallel"], topology.rank, STEPS)
         optimizer.synchronize()
     finally:  # where DDP is refused, on all ranks
         optimizer.close()
@@ -94,7 +84,9 @@ def test_ddp_over_nodes_is_refused_at_the_first_step(topology, world_group, orde
 def test_ddp_over_nodes_is_refused_where_steps_have_closures(topology, world_group):
     model = network()
     under = parallel(model)
-    optimizer = daso.DASO(sgd(model), module=model, topology=topology, policy=daso.Fixed(4, 1))
+    optimizer = daso.DASO(
+        sgd(model, lr=0.01), module=model, topology=topology, policy=daso.Fixed(4, 1)
+    )
 
     def closure():
         loss = under(batch(0, topology.rank)).square().mean()
@@ -107,13 +99,15 @@ def test_ddp_over_nodes_is_refused_where_steps_have_closures(topology, world_gro
 
 
 @pytest.mark.nodes((2,))
+@pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
-def test_in_one_node_every_order_is_ddp_alone(topology, rank_info, node_group, order, caplog):
+def test_in_one_node_every_order_is_ddp_alone(topology, node_group, order, views, caplog):
+    """With views, gradients lie in DDP's buckets, which DDP sums in place during a backward."""
     alone = network()
     under = parallel(alone)
-    train(sgd(alone), under, rank_info.rank)
-    assert trained(order, topology, daso.Fixed(1, 0)) == bits(alone)
-    assert "batches of its own" not in caplog.text  # DDP has made gradients equal
+    train(sgd(alone, lr=0.01), under, topology.rank, STEPS)
+    assert trained(order, topology, daso.Fixed(1, 0), views=views) == bits(alone)
+    assert "different batches" not in caplog.text  # DDP has made gradients equal
 
 
 @pytest.mark.nodes((2, 2))

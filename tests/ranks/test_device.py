@@ -11,11 +11,12 @@ import pytest
 import torch
 from compare import compare
 from models import Odd, Wide, adamw, batch_loss, bits, mlp, seeded, sgd
+from training import train_batches
 from world import (
     test_behaviour,
-    test_eager,
     test_gradient_wire,
-    test_odd_moments,
+    test_interactions,
+    test_parameter_server,
     test_state,
     test_sync,
 )
@@ -53,11 +54,9 @@ def device(topology):
 test_phases = test_sync.test_the_papers_phases_equal_one_process
 test_iallreduce = test_sync.test_iallreduce_stays_near_the_oracle_and_identical
 test_resumed = test_state.test_a_run_resumed_right_after_a_send_may_stop_there
-test_one_nan = test_odd_moments.test_one_nan_costs_one_exchange_and_no_other_nodes_work
-test_dropped_ahead = (
-    test_odd_moments.test_a_node_that_went_ahead_of_a_dropped_exchange_goes_back_with_its_work
-)
-test_sparse = test_odd_moments.test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree
+test_one_nan = test_interactions.test_one_nan_costs_one_exchange_and_no_other_nodes_work
+test_dropped_ahead = test_interactions.test_eager_node_reverts_a_dropped_exchange_with_its_work
+test_sparse = test_interactions.test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree
 test_nan_is_told = test_behaviour.test_nan_on_one_node_drops_that_exchange_everywhere_and_heals
 test_added_later = test_behaviour.test_parameters_added_mid_run_are_exchanged_too
 if not torch.cuda.is_available() or "pretended_cuda" in sys.modules:
@@ -82,25 +81,25 @@ def test_gradients_that_stay_on_the_device_get_the_bits_of_the_host(
     if way != "auto":  # as among more nodes
         plan = AllReducePlan((Level(topology.nodes, way),))
         monkeypatch.setattr("daso.train.channels.choose_plan", lambda *_: plan)
-    left, real = [], HostBucket.start
+    left, real = [], HostBucket.mark_ready
 
     def start(self, parts, *, onward=False, stay=False):
         real(self, parts, onward=onward, stay=stay)
-        left.append(self.left is not None)
+        left.append(self.device_ready is not None)
 
-    monkeypatch.setattr(HostBucket, "start", start)
+    monkeypatch.setattr(HostBucket, "mark_ready", start)
     ended = []
     for stays in (True, False):
         if not stays:
             never = property(lambda _: False, lambda *_: None)
-            monkeypatch.setattr(HostNode, "sums_stay", never, raising=False)
+            monkeypatch.setattr(HostNode, "reduces_on_device", never, raising=False)
         model, kept = seeded(mlp)(), None
         for steps in (range(4), range(4, 8)):
             inner = adamw(model)
             with test_gradient_wire.wrapped(topology, inner, model, wire) as optimizer:
                 if kept is not None:
                     optimizer.load_state_dict(kept)
-                test_gradient_wire.steps(topology, optimizer, model, steps)
+                train_batches(optimizer, model, topology.rank, steps)
                 kept = copy.deepcopy(optimizer.state_dict())
         ended.append(bits(model))
         assert set(left) == {stays}
@@ -153,8 +152,7 @@ def test_many_pieces_and_messages_equal_one_process(topology, monkeypatch):
 @pytest.fixture
 def many_owners(monkeypatch):
     """Let shares of small layers be worth a message."""
-    for module in ("plan", "departures"):
-        monkeypatch.setattr(f"daso.server.{module}.FLOOR_BYTES", 24)
+    monkeypatch.setattr("daso.server.plan.FLOOR_BYTES", 24)
 
 
 def one_by_one(params):
@@ -165,23 +163,22 @@ def one_by_one(params):
 @pytest.mark.parametrize("every", [1, "auto"])
 @pytest.mark.parametrize("make", [mlp, Odd])
 def test_a_server_equals_one_process(topology, many_owners, make, every):
-    test_eager.test_without_staleness_every_step_equals_one_process(
+    test_parameter_server.test_without_staleness_every_step_equals_one_process(
         topology, make, one_by_one, every, 100
     )
 
 
-@pytest.mark.parametrize("mode", ["local_rows", "replicated"])
-def test_a_servers_other_modes_equal_one_process(topology, many_owners, mode):
-    test_eager.test_other_modes_equal_one_process_too(topology, Odd, one_by_one, mode)
+def test_a_servers_local_rows_equal_one_process(topology, many_owners):
+    test_parameter_server.test_local_rows_equal_one_process_too(topology, Odd, one_by_one)
 
 
 if not torch.cuda.is_available() or "pretended_cuda" in sys.modules:
     # As above: a GPU's own products are not those of a CPU to the bit.
 
-    @pytest.mark.parametrize("mode", ["sharded", "local_rows", "replicated"])
+    @pytest.mark.parametrize("mode", ["sharded", "local_rows"])
     def test_a_server_without_a_bound_is_replayed(topology, many_owners, mode):
         case = (Odd, one_by_one)
-        test_eager.test_a_replay_gives_the_same_bits(topology, mode, None, case, "auto")
+        test_parameter_server.test_a_replay_gives_the_same_bits(topology, mode, None, case, "auto")
 
 
 @pytest.mark.parametrize("wire", [None, "bf16"])
@@ -212,7 +209,7 @@ def test_gradients_that_are_not_finite_are_left_out_and_told_of_once_known(topol
 
 if torch.cuda.is_available():  # a CPU does not tell who waits for it
 
-    @pytest.mark.parametrize("mode", ["sharded", "local_rows", "replicated"])
+    @pytest.mark.parametrize("mode", ["sharded", "local_rows"])
     @pytest.mark.parametrize("staleness", [0, None])
     def test_no_thread_of_a_server_waits_for_the_device(topology, many_owners, mode, staleness):
         """Steps wait for other ranks alone, and the thread that serves asks what has come."""

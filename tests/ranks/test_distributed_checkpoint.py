@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from doors import DOORS, bits, train
+from doors import DOORS, bits
 from models import MuonOrLion
 from torch import nn
 from torch.distributed import checkpoint
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from training import adamw, train
 
 import daso
 from daso.errors import CheckpointError
@@ -30,10 +31,6 @@ def network(seed=0):
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
-def adam(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
 def states(model, optimizer):
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
@@ -42,7 +39,7 @@ def states(model, optimizer):
 @doors
 def test_what_nodes_hold_apart_is_refused(door, topology, rank_info):
     model = network()
-    with door(adam(model), module=model, topology=topology, policy=RARE) as (optimizer, handle):
+    with door(adamw(model), module=model, topology=topology, policy=RARE) as (optimizer, handle):
         states(model, optimizer)  # before the first step all are alike
         train(optimizer, model, rank_info.rank, 6)
         nodes_differ = rank_info.nodes > 1
@@ -64,14 +61,14 @@ def test_what_nodes_hold_apart_is_refused(door, topology, rank_info):
 @doors
 def test_one_copy_is_loaded_on_all_ranks_with_the_count(door, topology, rank_info, shared_folder):
     model, again = network(), network(seed=1)
-    with door(adam(model), module=model, topology=topology, policy=RARE) as (optimizer, handle):
+    with door(adamw(model), module=model, topology=topology, policy=RARE) as (optimizer, handle):
         train(optimizer, model, rank_info.rank, 6)
         handle.synchronize(optimizer_state=True)
         saved = states(model, optimizer)
         assert topology.equal_on_all_ranks(bits(saved))
         checkpoint.save(saved, checkpoint_id=shared_folder / "one copy")
         expected = bits(model), bits(optimizer.state_dict()["state"])
-    with door(adam(again), module=again, topology=topology, policy=RARE) as (optimizer, handle):
+    with door(adamw(again), module=again, topology=topology, policy=RARE) as (optimizer, handle):
         target = states(again, optimizer)
         checkpoint.load(target, checkpoint_id=shared_folder / "one copy")
         set_state_dict(
@@ -90,7 +87,7 @@ def test_one_copy_is_loaded_on_all_ranks_with_the_count(door, topology, rank_inf
 
 def test_a_state_that_may_be_mixed_is_told_once(topology, rank_info, caplog):
     model = network()
-    with daso.DASO(adam(model), module=model, topology=topology, policy=RARE) as optimizer:
+    with daso.DASO(adamw(model), module=model, topology=topology, policy=RARE) as optimizer:
         train(optimizer, model, rank_info.rank, 2)
         with caplog.at_level(logging.WARNING, logger="daso"):
             model.state_dict()
@@ -114,7 +111,7 @@ class Application:
 
 def test_loading_overwrites_what_nodes_hold_apart(topology, rank_info, shared_folder):
     model = network()
-    with daso.DASO(adam(model), module=model, topology=topology, policy=RARE) as optimizer:
+    with daso.DASO(adamw(model), module=model, topology=topology, policy=RARE) as optimizer:
         application = {"application": Application(model)}
         checkpoint.save(application, checkpoint_id=shared_folder / "whole")
         saved = bits(model)
@@ -125,7 +122,7 @@ def test_loading_overwrites_what_nodes_hold_apart(topology, rank_info, shared_fo
 
 def test_a_copy_of_a_model_has_its_state_alone(topology, rank_info):
     model = network()
-    with daso.DASO(adam(model), module=model, topology=topology, policy=RARE) as optimizer:
+    with daso.DASO(adamw(model), module=model, topology=topology, policy=RARE) as optimizer:
         train(optimizer, model, rank_info.rank, 2)
         file = io.BytesIO()
         torch.save(model, file)
@@ -134,7 +131,7 @@ def test_a_copy_of_a_model_has_its_state_alone(topology, rank_info):
             assert bits(copied.state_dict()) == bits(model.state_dict())
     hooks = len(model._state_dict_pre_hooks)
     for _ in range(2):  # dropped ones leave none behind
-        daso.DASO(adam(model), module=model, topology=topology, policy=RARE)
+        daso.DASO(adamw(model), module=model, topology=topology, policy=RARE)
     assert len(model._state_dict_pre_hooks) <= hooks + 1
 
 

@@ -13,7 +13,7 @@ import daso
 from daso.comm.node import nccl as node_nccl
 from daso.comm.node import select as choose
 from daso.comm.node.nccl import NcclNode
-from daso.train import synchronizer as sync
+from daso.train import build
 
 pytestmark = pytest.mark.mpi
 
@@ -87,13 +87,13 @@ def nccl(topology, monkeypatch):
     made = []
     monkeypatch.setattr(node_nccl, "CudaCopies", Copies)
 
-    def choose(topology, device, order, timeout_seconds, late):
+    def choose(topology, device, order, timeout_seconds, late, _):
         assert order == "bucketed"
         cuda = Cuda()
         made.append(Nccl(topology.node_comm, cuda))
         return NcclNode(topology, device, timeout_seconds, late, nccl=made[-1], cuda=cuda)
 
-    monkeypatch.setattr(sync, "choose_node", choose)
+    monkeypatch.setattr(build, "choose_node", choose)
     return made
 
 
@@ -113,6 +113,12 @@ def test_every_step_equals_one_process(topology, nccl, policy, wire, merge):
     if topology.world_size > 1:
         assert report["node_transport"] == "NCCL, cpu"
         assert not nccl[-1].alive  # it was destroyed
+
+
+@pytest.mark.nodes((2,), (3,))
+def test_in_one_node_gradients_equal_one_process(topology, nccl):
+    report = compare(topology, mlp, sgd, daso.Fixed(1, 0), steps=4)
+    assert report["node_transport"] == "NCCL, cpu"
 
 
 def test_phases_and_many_buckets_equal_one_process(topology, nccl):
@@ -144,7 +150,7 @@ def test_all_ranks_launch_the_same_after_what_they_need(topology, nccl, policy):
             batch_loss(model, rank_info.rank, step).backward()
             sums = [one for one in nccl[-1].log if one[0] == "add"]
             if sums:  # who launches from here on comes after them
-                stream = optimizer._session._sync.buckets.node._stream
+                stream = optimizer._session.runner.parts.node._stream
                 assert cuda.compute.knows(stream)
             optimizer.step()
     log = nccl[-1].log
@@ -194,7 +200,7 @@ def test_a_failure_to_start_is_the_same_error_everywhere(topology, monkeypatch, 
     monkeypatch.setattr(node_nccl, "CudaCopies", copies)
     told = r"does not start: (RuntimeError: )?no route; .*NCCL_DEBUG=WARN.*reducer='host'"
     with pytest.raises(daso.errors.TopologyError, match=told):
-        choose._nccl_node(topology, DEVICE, 1.0, lambda: None, wanted=wanted, cuda=Cuda())
+        choose._nccl_node(topology, DEVICE, 1.0, lambda: None, uses_nccl=wanted, cuda=Cuda())
     started = wanted and where == "one" and rank_info.local_rank < rank_info.local_size - 1
     assert broken.aborted == started
 
@@ -207,4 +213,4 @@ def test_a_missing_library_is_the_same_error_everywhere(topology, monkeypatch):
     with pytest.raises(
         daso.errors.TopologyError, match=r"NCCL, but no cupy; get it, .*reducer='host'"
     ):
-        choose._nccl_node(topology, DEVICE, 1.0, lambda: None, wanted=topology.local_size > 1)
+        choose._nccl_node(topology, DEVICE, 1.0, lambda: None, uses_nccl=topology.local_size > 1)

@@ -1,4 +1,4 @@
-"""Messages arrive once, whole, in the order of their urgency, whatever packets cross by."""
+"""Messages arrive once, whole, in the order of their urgency."""
 
 import random
 import time
@@ -6,37 +6,21 @@ import time
 import pytest
 import torch
 
-from daso.comm.p2p.packets import Messages, OneSidedMemory, RmaSlots, SharedMemory
-from daso.comm.p2p.send_queue import HEAD_BYTES, Message, SendQueue
+from daso.comm.p2p.packets import Messages
+from daso.comm.p2p.send_queue import Message, SendQueue
 
 pytestmark = pytest.mark.mpi
 
-KINDS = ["messages", "shared", "put"]
 
-
-def ways(kind, comm, most):
-    """Return a way between all ranks; they are on one host here, whatever nodes they pretend."""
-    everybody, rank = range(comm.Get_size()), comm.Get_rank()
-    if kind == "messages":
-        return Messages(comm)
-    memory = {"shared": SharedMemory, "put": OneSidedMemory}[kind]
-    return RmaSlots(lambda nbytes: memory(comm, nbytes), everybody, rank, most)
-
-
-@pytest.fixture(params=KINDS)
-def open_queue(request, topology):
+@pytest.fixture
+def open_queue(topology):
     comm = topology.world_comm.Dup()
-    made = []
 
     def open_with(packet_bytes):
-        way = ways(request.param, comm, packet_bytes + HEAD_BYTES)
-        made.append(way)
-        others = [r for r in range(comm.Get_size()) if r != comm.Get_rank()]
-        return SendQueue(dict.fromkeys(others, way), packet_bytes)
+        ranks = others(comm.Get_rank(), comm.Get_size())
+        return SendQueue(dict.fromkeys(ranks, Messages(comm)), packet_bytes)
 
     yield open_with
-    for way in made:
-        way.free()
     comm.Free()
 
 
@@ -154,5 +138,4 @@ def test_a_few_looks_find_all_messages_that_came(topology):
     if topology.rank == 0:
         assert all(numbers == [*range(20)] for numbers in came.values()), came
     everybody.Wait()
-    way.free()
     comm.Free()

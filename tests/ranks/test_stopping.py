@@ -10,7 +10,7 @@ import torch
 from worlds import ANY
 
 from daso.checkpoint.preemption import CHECKPOINTED, StopRequest
-from daso.comm.collectives import AsyncMaxReduce, gather
+from daso.comm.control import AsyncMaxReduce, gather
 from daso.errors import StallError
 from daso.slurm.rank_entry import Remember
 

@@ -89,8 +89,10 @@ def test_a_target_is_told_by_what_is_throttled(topology, rank_info):
             simulate_target(plan, topology).__enter__()
         return
     own = taken_beside_sleep(topology, daso.Fixed(2, 0), 0.02, steps=48)
-    with simulate_target(plan, topology):
+    with simulate_target(plan, topology) as slowed:
+        assert not slowed.is_slowed, "the link was tried, and by no program"
         took, report, _ = train(topology, daso.Fixed(2, 0), steps=48)
+        assert slowed.is_slowed
     found = estimate(plan, took)
     nbytes = max(topology.world_comm.allgather(report["global_bytes_sent"])) / report["batches"]
     least = 0.02 / 2 + nbytes / (
@@ -100,6 +102,7 @@ def test_a_target_is_told_by_what_is_throttled(topology, rank_info):
     assert found.low <= found.seconds <= found.high
 
 
+@pytest.mark.nodes((1, 1))  # with more ranks than cores it is refused
 @pytest.mark.later("computes for ten seconds")
 def test_a_target_is_told_by_computing_that_is_stretched(topology, rank_info):
     """A link twice as fast, and computing as it is: by computing that takes twice as long."""

@@ -90,42 +90,6 @@ def network(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def batch(step: int, rank: int) -> torch.Tensor:
-    """Return what a rank sees at a step (8, 4); ranks see different things."""
-    generator = torch.Generator().manual_seed(97 * step + rank)
-    return (
-        torch.randn(8, 4, generator=generator, device="cpu").to(torch.get_default_device()) + rank
-    )
-
-
-def train(
-    optimizer: Any, model: nn.Module, rank: int, steps: int, *, first: int = 0, size: int = 1
-) -> None:
-    """Train as a user does.
-
-    Args:
-        rank: Whose data; with ``size``, this rank's and the next ones', as one program that does
-            what ``size`` ranks should do together.
-        first: Number of the first step.
-    """
-    dtype = next(model.parameters()).dtype
-    for step in range(first, first + steps):
-
-        def closure(step: int = step) -> torch.Tensor:
-            optimizer.zero_grad()
-            inputs = [batch(step, r).to(dtype) for r in range(rank, rank + size)]
-            losses = [model(x).square().mean() for x in inputs]
-            loss = torch.stack(losses).sum() / size
-            loss.backward()
-            return loss
-
-        if isinstance(getattr(optimizer, "inner", optimizer), torch.optim.LBFGS):
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
-
-
 def bits(*things: Any) -> bytes:
     """Return all tensors of modules, optimizer state dicts and tensors, bit for bit."""
     return b"".join(

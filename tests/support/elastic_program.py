@@ -92,6 +92,7 @@ def train(folder: Path, policy: Policy, steps: int, ends: set[tuple[int, int, st
     exchange = daso.Exchange(elastic=True, timeout_seconds=60.0)
     optimizer = daso.DASO(sgd(model), module=model, policy=policy, exchange=exchange, wire="fp32")
     longest_seconds = 0.0
+    optimizer.state_dict()  # as frameworks do that prepare an optimizer; on spares too
     begun_at = optimizer.join()
     for step in range(begun_at, steps):
         may_end(step, "forward")

@@ -112,5 +112,5 @@ class Cuda:
 class Copies(CudaCopies):
     """Copies whose memory on the host is not pinned, for want of a driver."""
 
-    def memory(self, nbytes):
+    def host_memory(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)

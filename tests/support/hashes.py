@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from models import Odd, adamw, batch_loss, mlp, nesterov, seeded, sgd
+from training import train_batches
 
 import daso
 from daso.data import make_lists
@@ -102,13 +103,10 @@ def train(
 def serve(topology: Any) -> str:
     """Train with the parameter server in each mode."""
     found = []
-    for mode in ("sharded", "local_rows", "replicated"):
+    for mode in ("sharded", "local_rows"):
         model = seeded(Odd)()
         with daso.ParameterServer(model, torch.optim.Adam, topology=topology, mode=mode) as server:
-            for step in range(6):
-                server.zero_grad()
-                batch_loss(model, topology.rank, step).backward()
-                server.step()
+            train_batches(server, model, topology.rank, range(6))
         found.append(ends(model))
     return " ".join(one[:8] for one in found)
 

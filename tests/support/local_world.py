@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import types
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,7 +23,7 @@ from unittest import mock
 
 import numpy as np
 
-__all__ = ["LIMIT_SECONDS", "MPI", "RankFailedError", "run_ranks"]
+__all__ = ["LIMIT_SECONDS", "MPI", "RankFailedError", "calls_of", "open_handles", "run_ranks"]
 
 LIMIT_SECONDS = 60.0  # of a world
 EAGER_BYTES = 1 << 16  # a longer message is under way until its receiver takes it
@@ -108,6 +108,9 @@ def _until(happened: Callable[[], bool]) -> None:
 class Exception_(Exception):  # noqa: N801, N818 - MPI.Exception
     """What MPI raises."""
 
+    def Get_error_class(self) -> int:  # noqa: N802
+        return MPI.ERR_OTHER
+
 
 class _Message:
     def __init__(self, source: int, tag: int, memory: np.ndarray) -> None:
@@ -176,6 +179,10 @@ class _Group:
         self.rounds: dict[int, dict[int, tuple[str, Any]]] = defaultdict(dict)
         self.left: dict[int, int] = defaultdict(int)
 
+    def count(self, rank: int, what: str, change: int = 1) -> None:
+        """Count what a rank of this communicator did, or holds."""
+        self.world.counts[self.members[rank]][what] += change
+
 
 def _bytes(buffer: Any) -> np.ndarray:
     memory = buffer[0] if isinstance(buffer, tuple | list) else buffer
@@ -200,6 +207,10 @@ class Comm:
         assert self._group is not None, "a communicator was used after it was freed"
         return self._group
 
+    def count(self, what: str, change: int = 1) -> None:
+        """Count what this rank holds."""
+        self._all.count(self.rank, what, change)
+
     @property
     def size(self) -> int:
         return len(self._all.members)
@@ -215,6 +226,7 @@ class Comm:
     def _meet(self, kind: str, value: Any, end: Callable[[list[Any]], None]) -> Request:
         """Bring a value; ``end`` gets everybody's, once all have come."""
         group, number = self._all, self._round
+        group.count(self.rank, "calls")
         self._round += 1
         with group.lock:
             came = group.rounds[number]
@@ -304,6 +316,7 @@ class Comm:
     def Isend(self, buffer: Any, dest: int, tag: int = 0) -> Request:  # noqa: N802
         message = _Message(self.rank, tag, _bytes(buffer))
         group = self._all
+        group.count(self.rank, "calls")
         with group.lock:
             for entry in group.posted[dest]:
                 source, wanted, into, came = entry
@@ -378,7 +391,10 @@ class Comm:
         members = [self._all.members[rank] for rank in chosen]
         group = _Group(self._all.world, members) if self.rank == chosen[0] else None
         group = self._gather("Split, its ranks", group)[chosen[0]]
-        return MPI.COMM_NULL if color is None else Comm(group, chosen.index(self.rank))
+        if color is None:
+            return MPI.COMM_NULL
+        self._all.count(self.rank, "communicators")
+        return Comm(group, chosen.index(self.rank))
 
     def Split_type(self, _: Any) -> "Comm":  # noqa: N802
         return self.Split(0, self.rank)
@@ -389,6 +405,7 @@ class Comm:
     def Free(self) -> None:  # noqa: N802
         self.Barrier()
         unread = [(one.source, one.tag) for one in self._all.boxes[self.rank]]
+        self._all.count(self.rank, "communicators", -1)
         self._group = None
         assert not unread, f"messages that nobody received, (source, tag): {unread}"
 
@@ -409,12 +426,13 @@ class _Matched:
 class Window:
     """Memory that all ranks of a node see."""
 
-    def __init__(self, segments: list[np.ndarray]) -> None:
-        self._segments = segments
+    def __init__(self, segments: list[np.ndarray], comm: Comm) -> None:
+        self._segments, self._comm = segments, comm
+        comm.count("windows")
 
     @staticmethod
     def Allocate_shared(nbytes: int, _: int, comm: Comm) -> "Window":  # noqa: N802
-        return Window(comm._gather("Allocate_shared", np.zeros(nbytes, np.uint8)))
+        return Window(comm._gather("Allocate_shared", np.zeros(nbytes, np.uint8)), comm)
 
     def Shared_query(self, rank: int) -> tuple[np.ndarray, int]:  # noqa: N802
         return self._segments[rank], 1
@@ -422,7 +440,12 @@ class Window:
     def Lock_all(self) -> None:  # noqa: N802
         """Nothing to do: threads see each other's memory."""
 
-    Unlock_all = Sync = Free = Lock_all
+    Unlock_all = Sync = Lock_all
+
+    def Free(self) -> None:  # noqa: N802
+        """Wait for all ranks of the node, as MPI does."""
+        self._comm.Barrier()
+        self._comm.count("windows", -1)
 
 
 class _Datatypes(types.ModuleType):
@@ -454,6 +477,8 @@ for _name in ("FLOAT", "DOUBLE", "INT64_T", "BYTE", "IN_PLACE", "COMM_TYPE_SHARE
     setattr(MPI, _name, _name)
 MPI.SUM, MPI.MAX, MPI.UNDEFINED, MPI.ANY_SOURCE, MPI.ANY_TAG = _add, _largest, None, ANY, ANY
 MPI.COMM_NULL, MPI.WIN_NULL, MPI.Exception, MPI.ERR_OTHER = Comm(None, 0), None, Exception_, 15
+MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED = 75, 76, 77
+MPI.ERR_IN_STATUS = 18
 MPI.Comm, MPI.Request, MPI.Status, MPI.Win = Comm, Request, Status, Window
 MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE = range(4)
 MPI.Is_initialized = MPI.Is_finalized = lambda: True
@@ -470,6 +495,7 @@ class _World:
         self.size, self.failed, self.ends = size, False, time.monotonic() + LIMIT_SECONDS
         self.errors: dict[int, BaseException] = {}
         self.group = _Group(self, range(size))
+        self.counts: list[Counter[str]] = [Counter() for _ in range(size)]  # of each rank
 
     def rank(self, rank: int, body: Callable[[Comm], Any], results: list[Any]) -> None:
         """Be one rank: a thread's body."""
@@ -506,6 +532,7 @@ def _in_memory() -> Iterator[None]:
             (threading.Thread, "join", _join),
             (sys, "excepthook", sys.excepthook),
             (topology, "_default", {}),
+            (topology.Topology, "_open_now", 0),  # ranks that never come leave theirs open
         ]:
             stack.enter_context(mock.patch.object(target, name, value, create=name == "MPI"))
         before = sys.modules.get("mpi4py.MPI")  # not patch.dict: it would forget what is imported
@@ -517,6 +544,17 @@ def _in_memory() -> Iterator[None]:
                 del sys.modules["mpi4py.MPI"]
             else:
                 sys.modules["mpi4py.MPI"] = before
+
+
+def open_handles() -> dict[str, int]:
+    """Return how many communicators and windows the calling rank has made and not freed."""
+    counts = _here.world.counts[_here.comm.rank]
+    return {what: counts[what] for what in ("communicators", "windows")}
+
+
+def calls_of(rank: int) -> int:
+    """Return how many collectives and sends a rank has begun, in all of its threads."""
+    return int(_here.world.counts[rank]["calls"])
 
 
 def run_ranks(ranks: int, body: Callable[[Comm], Any]) -> list[Any]:

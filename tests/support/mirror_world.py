@@ -31,6 +31,9 @@ class MirrorComm(Comm):
     def size(self) -> int:
         return self._ranks
 
+    def count(self, what: str, change: int = 1) -> None:
+        """Nothing is held by others."""
+
     def _meet(self, kind: str, value: Any, end: Callable[[list[Any]], None]) -> Request:
         end([value] * self._ranks)
         return Request(lambda: True)

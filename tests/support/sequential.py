@@ -12,9 +12,8 @@ import torch
 
 from daso.plan.layout import fragments as cut
 from daso.plan.layout import small_tensors
-from daso.plan.schedule import Policy, after_batch, after_epoch, drain
+from daso.plan.schedule import Policy, after_batch, after_epoch, drain, shared_gain
 from daso.plan.small_tensors import SmallTensors
-from daso.plan.step_restoration import shared_gain
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -29,7 +29,8 @@ TESTS = Path(__file__).parents[1]
 ROOMS = {"unit", "world", "ranks", "commands", "gpu", "cluster"}
 LATER = {"cluster": "needs hosts and SLURM", "gpu": "devices are simulated, or real"}
 JOBS = ("test_ranks.py", "test_pretended_cuda.py")  # more ranks than cores: one job at a time
-TOGETHER = ("test_resume.py", "test_bench.py", "test_to_accuracy.py")  # with costly fixtures
+# With costly fixtures.
+TOGETHER = ("test_resume.py", "test_bench.py", "test_to_accuracy.py", "test_elastic.py")
 LONGEST_SECONDS = 20.0  # where each process has a core; in proportion where more of them run
 SLOW_SECONDS = 900  # for one that is marked slow, before it is taken for one that hangs
 RECORD = "DASO_TESTS_RECORD"  # names the file in which a job's tests are written down
@@ -65,6 +66,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "jobs"
             return file if Path(file).name in TOGETHER else nodeid
 
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            """Forget a unit that is complete: each of thousands is counted at every test."""
+            super().mark_test_complete(node, item_index, duration)
+            scope = self._split_scope(self.registered_collections[node][item_index])
+            if all(self.assigned_work[node].get(scope, {}).values()):
+                self.assigned_work[node].pop(scope, None)
+
     config.option.loadscopereorder = False  # what is in `_turn` first starts first
     return Lanes(config, log)
 
@@ -77,9 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     if config.getoption("--all") or _named(config):
         return
-    left = [item for item in items if _is_later(item)]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in left]
+    kept = [item for item in items if not _is_later(item)]
+    config.hook.pytest_deselected(items=[item for item in items if _is_later(item)])
+    items[:] = kept
 
 
 def _turn(item: pytest.Item) -> int:

@@ -137,7 +137,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mine = [item for item in items if _runs_here(item, on_mpi=_on_mpi(config))]
     if _on_mpi(config) and _world().Get_size() > ALL_CASES_ON:
         mine = _fewest(mine)
-    config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+    kept = set(mine)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = mine
 
 

@@ -237,9 +237,7 @@ def test_a_launch_that_fits_and_a_process_alone_pass(without_mpi, size, launch):
     check_launch(World(size), launch)
 
 
-def test_ranks_of_torchrun_are_no_world_of_the_task_of_srun_that_started_it(
-    without_mpi, monkeypatch
-):
+def test_torchrun_inside_srun_is_its_own_world(without_mpi, monkeypatch):
     """Its workers inherit what srun told one task of a node: with PMIx they may start as it."""
     agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1", "MASTER_ADDR": "a"}
     task = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
@@ -313,7 +311,7 @@ def test_a_disk_that_is_full_leaves_the_exit_code_to_ask_for_a_new_start(tmp_pat
     note_requeue({"DASO_REQUEUE": str(tmp_path / "again")})
 
 
-def test_sbatch_does_what_its_script_says_and_not_what_the_environment_says():
+def test_sbatch_follows_its_script_not_the_environment():
     """Variables come before the script's lines; what the script does not say is theirs."""
     left = {"SBATCH_PARTITION": "p", "SBATCH_DEBUG": "1", "SLURM_TIME_FORMAT": "x", "PATH": "/bin"}
     said = {"SBATCH_ACCOUNT": "a", "SBATCH_TIMELIMIT": "1", "SBATCH_OPEN_MODE": "truncate"}

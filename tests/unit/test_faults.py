@@ -79,7 +79,7 @@ def test_a_fault_strikes_its_rank_at_its_event_once():
     try:
         trace.record(trace.MERGE, time.perf_counter())
         trace.record(trace.SEND, time.perf_counter())
-        with pytest.raises(RuntimeError, match="asked for, on rank 1 at merge 2"):
+        with pytest.raises(RuntimeError, match="requested, on rank 1 at merge 2"):
             trace.record(trace.MERGE, time.perf_counter())
         trace.record(trace.MERGE, time.perf_counter())
     finally:

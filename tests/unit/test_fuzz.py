@@ -17,7 +17,7 @@ from jobs import typed
 
 import daso
 from daso.checkpoint.files import Entry, Manifest, read_payload, write_payload
-from daso.cli.train.config import read_config
+from daso.cli.train.keys import read_config
 from daso.comm.topology import RankInfo
 from daso.errors import DasoError
 from daso.predict.throttle_plan import RATES
@@ -227,14 +227,14 @@ WORDS = [
 KEYS = [
     *("epochs", "seed", "name", "runs", "device", "trace", "data.name", "data.batch_size"),
     *("optimizer.lr", "optimizer.momentum", "optimizer.name", "schedule.policy", "schedule.skip"),
-    *("schedule.wait", "schedule.drift", "schedule.warmup", "exchange.wire", "exchange.merge"),
+    *("schedule.wait", "schedule.drift", "schedule.warmup", "wire", "merge"),
     *(
-        "exchange.outer_lr",
-        "exchange.outer_momentum",
+        "outer_lr",
+        "outer_momentum",
         "exchange.timeout_seconds",
         "checkpoint.every",
     ),
-    *("exchange.fragments", "exchange.chunk_bytes", "exchange.bucket_bytes", "checkpoint.keep"),
+    *("exchange.fragments", "exchange.chunk_bytes", "gradients.bucket_bytes", "checkpoint.keep"),
     *("nothing", "schedule", "exchange.nothing"),
 ]
 
@@ -247,8 +247,8 @@ def is_sane(config):
         and config.data.batch_size >= 1
         and all(0 <= one < 1e6 for one in rates)
         and 0 <= config.optimizer.momentum < 1
-        and 0 <= config.exchange.outer_lr < 1e6
-        and 0 <= config.exchange.outer_momentum < 1
+        and 0 <= config.outer_lr < 1e6
+        and 0 <= config.outer_momentum < 1
         and 0 < config.exchange.timeout_seconds <= 1e9
         and "/" not in config.name
     )

@@ -316,7 +316,7 @@ def test_a_container_runs_daso_as_a_user() -> None:
 
 def test_command_lines_of_daso_are_taken() -> None:
     from daso.cli.main import make_parser
-    from daso.slurm.submit import cut
+    from daso.slurm.submit import split_words
 
     shown = [
         line.split()
@@ -327,7 +327,7 @@ def test_command_lines_of_daso_are_taken() -> None:
     ]
     assert {words[0] for words in shown} == {"train", "submit", "doctor"}
     for words in shown:
-        ours = ["submit", *cut(words[1:])[0]] if words[0] == "submit" else words
+        ours = ["submit", *split_words(words[1:])[0]] if words[0] == "submit" else words
         make_parser().parse_args(ours)
 
 
@@ -396,8 +396,8 @@ def test_what_it_says_of_security_holds() -> None:
     assert all("weights_only=True" in line for line in loads)
     listening = r"TCPStore\(|socketserver|http\.server|\.listen\(|create_server"
     listeners = {path for path, code in sources.items() if re.search(listening, code)}
-    ours = {"daso/comm/torchrun/pmi_server.py"}
-    others = {"daso/comm/process_group.py", "daso/cli/bench/third_party.py"}
+    ours = {"daso/comm/torchrun/pmi.py"}
+    others = {"daso/comm/process_group.py"}
     assert listeners == ours | others
     pickles = {path for path, code in sources.items() if re.search(r"pickle\.loads?\(", code)}
     assert pickles

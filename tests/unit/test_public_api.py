@@ -19,8 +19,11 @@ PUBLIC = [
     "Plateau",
     "Qsr",
     "Recording",
+    "StopRequest",
     "Topology",
     "attach",
+    "ddp_hook",
+    "ddp_hook_state",
     "errors",
     "flow",
     "init",
@@ -150,7 +153,7 @@ def test_a_command_imports_its_own_module_alone():
     )
     modules = python("-c", program).stdout.split()
     ours = {module for module in modules if module.startswith(("daso.cli.", "daso.slurm"))}
-    assert ours == {"daso.cli.main", "daso.cli.outputs", "daso.cli.trace"}
+    assert ours == {"daso.cli.main", "daso.cli.outputs", "daso.cli.parser", "daso.cli.trace"}
 
 
 def test_what_is_heavy_would_be_seen():

@@ -10,11 +10,12 @@ from models import Stays
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
+from training import train
 from worlds import SEVERAL_NODES
 
 import daso
 from daso.comm.engine import Engine
-from daso.comm.health.step_watchdog import LATE_SECONDS
+from daso.comm.step_timer import LATE_SECONDS
 from daso.errors import (
     ConfigError,
     ExchangeError,
@@ -49,18 +50,6 @@ def small(seed=0):
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def train(topology, model, optimizer, steps, first=0):
-    for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(97 * step + topology.rank)
-        x = (
-            torch.randn(8, 4, generator=generator, device="cpu").to(torch.get_default_device())
-            + topology.rank
-        )
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-
 # --- wrapping ----------------------------------------------------------------------------------
 
 
@@ -76,13 +65,13 @@ def test_wrapping_changes_nothing_but_makes_all_ranks_equal_to_rank_0(topology, 
 
 @pytest.mark.nodes(*SEVERAL_NODES)
 def test_ranks_rest_until_all_have_come(topology, rank_info, monkeypatch):
-    naps, rest = [], Engine._rest
-    monkeypatch.setattr(Engine, "_rest", lambda *told: _noted(naps, rest(*told)))
+    naps, rest = [], Engine._sleep_until_peers
+    monkeypatch.setattr(Engine, "_sleep_until_peers", lambda *told: _noted(naps, rest(*told)))
     model = small()
     with wrap(topology, model, policy=daso.Fixed(2, 1)) as optimizer:
         for step in range(8):
             time.sleep(0.04 if rank_info.rank == 0 else 0.02)
-            train(topology, model, optimizer, 1, step)
+            train(optimizer, model, topology.rank, 1, first=step)
         told = optimizer.report()["measurements"]["step_seconds"]
         assert 0.01 < told < 1
         # Who comes last may find all others there at once.
@@ -107,7 +96,7 @@ def test_the_groups_and_state_are_the_inner_optimizers_own(topology):
     model = small()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with daso.DASO(inner, module=model, topology=topology) as optimizer:
-        train(topology, model, optimizer, 2)
+        train(optimizer, model, topology.rank, 2)
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert optimizer.param_groups is inner.param_groups
         assert optimizer.state is inner.state
@@ -142,7 +131,7 @@ def test_any_scheduler_works_built_before_or_after_wrapping(topology, make, firs
     expected = make(bare)
     with optimizer:
         for _ in range(6):
-            train(topology, model, optimizer, 1)
+            train(optimizer, model, topology.rank, 1)
             bare.step()
             for one in (schedule, expected):
                 loss = [1.0] if isinstance(one, lr_scheduler.ReduceLROnPlateau) else []
@@ -156,7 +145,7 @@ def test_step_hooks_run_once_each_in_order(topology):
     with wrap(topology, model) as optimizer:
         optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
         optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-        train(topology, model, optimizer, 2)
+        train(optimizer, model, topology.rank, 2)
     assert calls == ["pre", "post"] * 2
 
 
@@ -226,9 +215,9 @@ def test_freezing_layers_at_lr_0_changes_no_weight(topology, policy, frozen):  #
 def test_a_tensor_of_any_number_of_chunks_is_exchanged(topology, policy, elements):  # [3]
     model = nn.Linear(elements, 1, bias=False)
     nn.init.zeros_(model.weight)
-    exchange = daso.Exchange(chunk_bytes=512)
+    options = {"wire": "bf16", "merge": "delta", "exchange": daso.Exchange(chunk_bytes=512)}
     rank_info = topology.rank_info
-    with wrap(topology, model, lr=1.0, policy=policy, merge="delta", exchange=exchange) as o:
+    with wrap(topology, model, lr=1.0, policy=policy, **options) as o:
         for _ in range(4):
             o.zero_grad()
             (model.weight * (rank_info.rank + 1.0)).sum().backward()
@@ -241,7 +230,7 @@ def test_a_tensor_of_any_number_of_chunks_is_exchanged(topology, policy, element
 def test_batchnorm_statistics_are_equal_and_the_mean_of_all_ranks(topology, rank_info):  # [10]
     model = small()
     with wrap(topology, model, policy=daso.Fixed(4, 1)) as optimizer:
-        train(topology, model, optimizer, 5)
+        train(optimizer, model, topology.rank, 5)
         mine = model[1].running_mean.cpu().clone()
         everyone = topology.world_comm.allgather(mine)
         assert rank_info.world_size == 1 or not all(torch.equal(other, mine) for other in everyone)
@@ -256,7 +245,7 @@ def test_epochs_of_any_length_keep_the_grid(topology, rank_info):  # [7]
     with wrap(topology, model, policy=daso.Fixed(4, 0)) as optimizer:
         done = 0
         for length in (5, 3, 8):
-            train(topology, model, optimizer, length, first=done)
+            train(optimizer, model, topology.rank, length, first=done)
             done += length
             optimizer.end_epoch(1.0)
         report = optimizer.report()
@@ -269,11 +258,11 @@ def test_the_node_is_told_once_per_exchange_whatever_the_tensors(topology, rank_
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
     with wrap(topology, model, policy=daso.Fixed(4, 1)) as optimizer:
-        sync = optimizer._session._sync
-        if sync is None or sync.exchanges is None:
+        deltas = optimizer._session.runner.deltas
+        if deltas is None:
             assert rank_info.nodes == 1
             return
-        ((row,),) = sync.exchanges.rows.values()
+        ((row,),) = deltas.rows.values()
         told = []
         for _ in range(9):
             before = row.shared.round
@@ -287,7 +276,7 @@ def test_the_node_is_told_once_per_exchange_whatever_the_tensors(topology, rank_
 def test_every_shape_of_nodes_trains_to_the_same_model_when_synchronous(topology):  # [8]
     model = small()
     with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
-        train(topology, model, optimizer, 3)
+        train(optimizer, model, topology.rank, 3)
     alone = small()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     for step in range(3):
@@ -421,12 +410,12 @@ def test_only_the_training_thread_writes_parameters_and_only_inside_step(topolog
     before_it = [thread.name for thread in threading.enumerate()]
     with wrap(topology, model, policy=daso.Fixed(2, 2)) as optimizer:
         for step in range(6):
-            train(topology, model, optimizer, 1, first=step)
+            train(optimizer, model, topology.rank, 1, first=step)
             versions = [p._version for p in model.parameters()]
             before = flat(model)
-            sync = optimizer._session._sync
-            if sync is not None and sync.exchanges and sync.exchanges._flight is not None:
-                handle = sync.exchanges._flight.handle
+            deltas = optimizer._session.runner.deltas
+            if deltas is not None and deltas._flight is not None:
+                handle = deltas._flight.handle
                 handle.finished.wait(10)
                 assert handle.done()
             assert [p._version for p in model.parameters()] == versions
@@ -444,7 +433,7 @@ def test_an_exchange_goes_on_while_the_training_thread_is_elsewhere(topology, ra
             model.weight.sum().backward()
             optimizer.step()
         if rank_info.nodes > 1:
-            handle = optimizer._session._sync.exchanges._flight.handle
+            handle = optimizer._session.runner.deltas._flight.handle
             deadline = time.monotonic() + 20
             while not handle.done() and time.monotonic() < deadline:
                 time.sleep(0.01)  # no MPI call on this thread
@@ -588,7 +577,7 @@ def test_buffers_equal_everywhere_stay_as_they_are(topology):
     model.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
     before = model.rate.clone(), model.mask.clone()
     with wrap(topology, model) as optimizer:
-        train(topology, model, optimizer, 2)
+        train(optimizer, model, topology.rank, 2)
         optimizer.synchronize()
         assert torch.equal(model.rate, before[0])
         assert torch.equal(model.mask.isinf(), before[1].isinf())
@@ -614,7 +603,7 @@ def test_nan_on_one_node_drops_that_exchange_everywhere_and_heals(
             if step == 4 and rank_info.rank in bad_node_ranks:
                 with torch.no_grad():
                     model[3].weight[1, 2] = float("nan")
-            train(topology, model, optimizer, 1, first=step)
+            train(optimizer, model, topology.rank, 1, first=step)
         report = optimizer.report()
     (drop,) = [event for event in report["events"] if event["kind"] == "dropped"]
     assert "parameter 0.weight" in drop["why"]  # the first; by then the step spread it to all
@@ -663,12 +652,12 @@ def test_nan_raises_the_same_error_on_all_ranks_when_asked(topology, rank_info):
     model = small()
     exchange = daso.Exchange(nonfinite="raise")
     optimizer = wrap(topology, model, policy=daso.Fixed(2, 1), exchange=exchange)
-    train(topology, model, optimizer, 1)
+    train(optimizer, model, topology.rank, 1)
     with torch.no_grad():
         if rank_info.node == 0:
             model[0].bias.fill_(float("inf"))
     with pytest.raises(NonFiniteError, match=r"0\.") as caught:
-        train(topology, model, optimizer, 5)
+        train(optimizer, model, topology.rank, 5)
     assert topology.equal_on_all_ranks(str(caught.value))
     optimizer.close()
 
@@ -682,7 +671,7 @@ def test_lasting_nan_ends_in_the_same_error_on_all_ranks(topology, rank_info):
             if rank_info.local_size > 1 and rank_info.node == rank_info.node_of[-1]:
                 with torch.no_grad():
                     model[3].weight[1, 2] = float("nan")
-            train(topology, model, optimizer, 1, first=step)
+            train(optimizer, model, topology.rank, 1, first=step)
     optimizer.close()
 
 
@@ -696,7 +685,7 @@ def test_a_nan_gradient_in_a_synchronous_phase_drops_the_step_everywhere(topolog
         optimizer.step()
         assert torch.equal(flat(model), before)
         assert optimizer.report()["dropped"] == 1
-        train(topology, model, optimizer, 2)
+        train(optimizer, model, topology.rank, 2)
         assert not torch.equal(flat(model), before)
 
 
@@ -727,10 +716,10 @@ def test_training_can_go_on_in_step_after_an_error_that_all_ranks_got(topology, 
         if rank_info.node == 0:
             model[0].bias[0] = float("nan")
     with pytest.raises(NonFiniteError):
-        train(topology, model, optimizer, 2)
+        train(optimizer, model, topology.rank, 2)
     small_again = small()
     model.load_state_dict(small_again.state_dict())
-    train(topology, model, optimizer, 4)
+    train(optimizer, model, topology.rank, 4)
     optimizer.synchronize()
     assert topology.equal_on_all_ranks(bits(model))
     optimizer.close()
@@ -740,7 +729,7 @@ def test_uneven_numbers_of_steps_are_named_on_all_ranks(topology, rank_info):
     last = rank_info.node == rank_info.nodes - 1 and rank_info.nodes > 1
     model = small()
     optimizer = wrap(topology, model, policy=daso.Fixed(4, 0))
-    train(topology, model, optimizer, 5 - last)
+    train(optimizer, model, topology.rank, 5 - last)
     if rank_info.nodes == 1:
         optimizer.synchronize()
     else:
@@ -777,9 +766,9 @@ def test_a_rank_that_stalls_in_the_first_backward_is_told(topology, rank_info):
         with pytest.raises(StallError, match=f"no answer from world rank {late}"):
             model(torch.ones(4, 4)).sum().backward()
     topology.world_comm.Barrier()
-    sync = optimizer._session._sync
-    sync.buckets.close()
-    sync.channels.engine.abandon()  # close() is collective, and rank 0 is out of step
+    parts = optimizer._session.runner.parts
+    parts.gradients.close()
+    parts.channels.engine.abandon()  # close() is collective, and rank 0 is out of step
 
 
 def test_parameters_that_differ_between_ranks_are_named_on_all(topology, rank_info):
@@ -816,7 +805,7 @@ def test_a_sparse_gradient_nobody_could_foresee_is_refused_in_backward(topology,
     optimizer.close()
 
 
-def test_ranks_that_are_nodes_leave_gradients_alone_until_nodes_average_them(topology, rank_info):
+def test_single_rank_nodes_leave_gradients_alone(topology, rank_info):
     model = small()
     policy = daso.Plateau(4, warmup=1, cooldown=1)
     with wrap(topology, model, policy=policy) as optimizer:
@@ -868,11 +857,11 @@ def test_wrong_options_are_refused_before_anything_is_sent(topology, options, ma
 def test_ranks_stuck_in_different_exchanges_are_told_who_stopped_first(topology, rank_info, early):
     model, who = small(), 0 if early == "first" else rank_info.world_size - 1
     optimizer = wrap(topology, model, policy=daso.Fixed(4, 1))
-    train(topology, model, optimizer, 5)
+    train(optimizer, model, topology.rank, 5)
     start = time.monotonic()
     with pytest.raises(ExchangeError, match=r"rank \d+ took [58] and rank \d+ took [5678];"):
         if rank_info.rank != who:
-            train(topology, model, optimizer, 3, first=5)  # the others send after 8 steps
+            train(optimizer, model, topology.rank, 3, first=5)  # the others send after 8 steps
         optimizer.synchronize()
     assert time.monotonic() - start < 20 * slowness()
     optimizer.close()  # does not wait for anybody
@@ -883,17 +872,17 @@ def test_a_backward_more_on_one_rank_is_named(topology, rank_info, policy):
     """From then on ranks would average gradients of different steps, until the last."""
     model, node = small(), rank_info.local_size > 1
     optimizer = wrap(topology, model, policy=policy)
-    train(topology, model, optimizer, 3)
+    train(optimizer, model, topology.rank, 3)
     if rank_info.rank == 0:
         model(torch.ones(4, 4)).sum().backward()
     # Between exchanges nodes may differ.
     if rank_info.world_size == 1 or (policy.skip > 1 and (rank_info.nodes > 1 or not node)):
-        train(topology, model, optimizer, 3, first=3)
+        train(optimizer, model, topology.rank, 3, first=3)
         optimizer.synchronize()
     else:
         match = r"at step \d+ rank \d+ had averaged \d+ times and rank 0 \d+ times"
         with pytest.raises(ExchangeError, match=match):
-            train(topology, model, optimizer, 3, first=3)
+            train(optimizer, model, topology.rank, 3, first=3)
             optimizer.synchronize()
     optimizer.close()
 
@@ -905,7 +894,7 @@ def test_a_slow_node_is_named_on_every_rank(topology, rank_info, policy):
         assert optimizer.report()["slowest"] is None
         for step in range(8):
             time.sleep(0.05 * (rank_info.node == slow))
-            train(topology, model, optimizer, 1, first=step)
+            train(optimizer, model, topology.rank, 1, first=step)
         optimizer.synchronize()
         slowest = optimizer.report()["slowest"]
     if rank_info.nodes == 1:
@@ -938,10 +927,40 @@ def test_an_evaluation_is_no_step_of_the_next_measurement(topology):
     model = small()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with daso.DASO(inner, module=model, topology=topology, policy=Stays()) as optimizer:
-        train(topology, model, optimizer, MEASURE_EVERY - 1)
+        train(optimizer, model, topology.rank, MEASURE_EVERY - 1)
         optimizer.synchronize()
         time.sleep(1.0)
-        train(topology, model, optimizer, 1, first=MEASURE_EVERY - 1)
+        train(optimizer, model, topology.rank, 1, first=MEASURE_EVERY - 1)
         found = [one for one in optimizer.report()["events"] if one["kind"] == "measured"]
     assert found[-1]["batch"] == MEASURE_EVERY
     assert found[-1]["step_seconds"] < 0.5
+
+
+class Stumbles(torch.optim.SGD):
+    """Raises in its second step."""
+
+    taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        if self.taken == 2:
+            raise RuntimeError("a step of the program's own")
+        return super().step(closure)
+
+
+@pytest.mark.nodes((2, 2), (2, 1))
+def test_after_a_step_that_raised_a_node_waits_for_its_own_ranks_alone(topology, rank_info):
+    """Other nodes may meet while this one averages: their rings are no verdict."""
+    model = small()
+    inner = Stumbles(model.parameters(), lr=0.1)
+    with daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(6, 1)) as optimizer:
+        train(optimizer, model, topology.rank, 1)
+        with pytest.raises(RuntimeError, match="of the program's own"):
+            train(optimizer, model, topology.rank, 1, first=1)
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).sum().backward()
+        position = optimizer._session.runner.parts.gradients.position()
+        alone = rank_info.local_size == 1 and max(rank_info.node_sizes) == 1
+        assert position.relevant_ranks == (None if alone else rank_info.ranks_of_node)
+        assert position.steps == 2
+        optimizer.step()

@@ -170,7 +170,7 @@ def logged(topology, make_step):
         for step in range(2):
             once(optimizer, None, run, topology.rank, step)
             optimizer.step()
-        watch(optimizer._session._sync.buckets, log)
+        watch(optimizer._session.runner.parts.gradients.reducer, log)
         optimizer.zero_grad()
         with Computed(log):
             run(*batch(topology.rank, 2))
@@ -193,7 +193,7 @@ def test_gradients_land_in_the_reducers_memory(topology):
     """None is copied once more when a bucket starts."""
     model = seeded(Net)()
     with daso.DASO(sgd(model), topology=topology, module=model, gradients=SMALL) as optimizer:
-        run, rows = captured(model), optimizer._session._sync.buckets.rows
+        run, rows = captured(model), optimizer._session.runner.parts.gradients.reducer.rows
         once(optimizer, None, run, topology.rank, 0)
         optimizer.step()
         optimizer.zero_grad()

@@ -232,7 +232,7 @@ def fewer_files(path):
 
 DAMAGE = {
     "truncated": ("last", truncate, "bytes, not"),
-    "flipped": ("last", flip, "its hash is another"),
+    "flipped": ("last", flip, "its hash differs"),
     "foreign": ("last", swap, "bytes, not"),
     "missing": ("last", Path.unlink, "No such file"),
     "a folder": ("last", lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
@@ -386,7 +386,7 @@ def test_a_file_in_place_of_the_folder(store, folder, topology, rank_info):
 
 @both_ways
 def test_a_folder_that_not_all_ranks_share(folder, topology, rank_info, background, monkeypatch):
-    monkeypatch.setattr(state, "SEEN_SECONDS", 0.2)
+    monkeypatch.setattr(state, "VISIBLE_SECONDS", 0.2)
     mine = Checkpoints(folder / str(rank_info.rank), topology)
     said = error_of(topology, lambda: save(mine, 1, payload(rank_info, 1), background))
     assert "which rank 1 wrote" in said
@@ -551,9 +551,7 @@ def test_a_program_that_ends_at_once_has_its_checkpoint(topology, folder):
     )
 
 
-def test_as_many_are_kept_as_are_wanted_where_they_are_written_in_the_background(
-    topology, rank_info, folder
-):
+def test_background_saving_keeps_the_wanted_number(topology, rank_info, folder):
     store = Checkpoints(folder, topology, keep=1)
     for step in (10, 20, 30):
         store.save(step, payload(rank_info, step), background=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from compare import ORDERED
 from models import Odd, Stays, adamw, batch_loss, bits, mlp, seeded, sgd
+from training import train_batches
 from worlds import APART, SEVERAL_NODES
 
 import daso
@@ -28,13 +29,6 @@ def wrapped(topology, inner, model, gradient_wire, **options):
     return daso.DASO(inner, module=model, topology=topology, gradients=gradients, **options)
 
 
-def steps(topology, optimizer, model, numbers):
-    for step in numbers:
-        optimizer.zero_grad()
-        batch_loss(model, topology.rank, step).backward()
-        optimizer.step()
-
-
 @pytest.mark.parametrize("wire", NARROW)
 def test_ranks_are_alike_after_every_step_and_bytes_are_fewer(topology, wire):
     sent = {}
@@ -42,7 +36,7 @@ def test_ranks_are_alike_after_every_step_and_bytes_are_fewer(topology, wire):
         model = seeded(mlp)()
         with wrapped(topology, adamw(model), model, one) as optimizer:
             for step in range(6):
-                steps(topology, optimizer, model, [step])
+                train_batches(optimizer, model, topology.rank, [step])
                 assert all(
                     mine == bits(model) for mine in topology.world_comm.allgather(bits(model))
                 )
@@ -74,7 +68,7 @@ def test_flags_of_several_types_are_averaged_exactly_once_a_step(
             assert params["always.weight"].grad.dtype == torch.float64
             optimizer.step()
         # Where each rank has a lane: of fp32 and fp64 sums.
-        assert means.count(optimizer._session._sync.channels) in (2 * 3, 3 * 3)
+        assert means.count(optimizer._session.runner.parts.channels) in (2 * 3, 3 * 3)
         assert {bits(model)} == set(topology.world_comm.allgather(bits(model)))
 
 
@@ -106,7 +100,7 @@ def test_after_many_steps_no_more_is_missing_than_after_one(topology, wire):
     assert (model.row + 40 * mean).abs().max() < 4 * largest / 2 ** (bits_of - 1)
 
 
-def test_who_has_no_gradient_gets_the_others_and_where_nobody_has_one_nothing_moves(topology):
+def test_ranks_without_a_gradient_take_the_mean_of_others(topology):
     torch.manual_seed(0)
     parts = torch.nn.ModuleDict({name: torch.nn.Linear(30, 3) for name in ("all", "one", "none")})
     before = parts["none"].weight.detach().clone()
@@ -129,14 +123,14 @@ def test_who_has_no_gradient_gets_the_others_and_where_nobody_has_one_nothing_mo
 def test_a_gradient_that_is_not_finite_drops_a_step_and_is_forgotten(topology):
     model = seeded(mlp)()
     with wrapped(topology, sgd(model), model, "int8") as optimizer:
-        steps(topology, optimizer, model, range(2))
+        train_batches(optimizer, model, topology.rank, range(2))
         before = bits(model)
         optimizer.zero_grad()
         scale = float("nan") if topology.rank == 0 else 1.0
         (scale * batch_loss(model, topology.rank, 2)).backward()
         optimizer.step()
         assert bits(model) == before
-        steps(topology, optimizer, model, range(3, 6))
+        train_batches(optimizer, model, topology.rank, range(3, 6))
         assert bits(model) != before
         assert all(torch.isfinite(p).all() for p in model.parameters())
         assert optimizer.report()["dropped"] == 1
@@ -145,13 +139,13 @@ def test_a_gradient_that_is_not_finite_drops_a_step_and_is_forgotten(topology):
 def test_a_batch_that_is_left_out_for_its_gradients_leaves_nothing_behind(topology):
     model = seeded(mlp)()
     with wrapped(topology, sgd(model), model, "int4") as optimizer:
-        steps(topology, optimizer, model, range(2))
+        train_batches(optimizer, model, topology.rank, range(2))
         optimizer.zero_grad()
         scale = float("inf") if topology.rank == 0 else 1.0
         (scale * batch_loss(model, topology.rank, 2)).backward()
         optimizer.zero_grad()  # and no step
         before = bits(model)
-        steps(topology, optimizer, model, range(3, 6))
+        train_batches(optimizer, model, topology.rank, range(3, 6))
         assert optimizer.report()["dropped"] == 0
         assert bits(model) != before
 
@@ -180,7 +174,7 @@ def test_scales_that_went_apart_do_not_stop_training(topology, wire):
 
 def step_as_simulated(topology, optimizer, model, simulated, step):
     """Take a step on ranks and on simulated nodes, to the same bits; return the gradients' wire."""
-    steps(topology, optimizer, model, [step])
+    train_batches(optimizer, model, topology.rank, [step])
     ranks = range(topology.rank_info.world_size)
     simulated.step([lambda m, r=rank: batch_loss(m, r, step) for rank in ranks])
     theirs = simulated.models[topology.rank].parameters()
@@ -212,7 +206,7 @@ def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology, p
 
 
 @pytest.mark.nodes((1, 1, 1), *APART)  # of two nodes none rounds a mean
-def test_gradients_change_their_wire_as_on_simulated_nodes_and_in_a_resumed_run(topology):
+def test_gradient_wire_changes_as_simulated_and_resumed(topology):
     """From 4 bits to 8 and back, with what was rounded away: bit for bit."""
     policy = Replay(((0, 1, 0),), hidden=(0,), wide=((0, False), (4, True), (9, False)))
     settings = Settings(
@@ -238,7 +232,7 @@ def test_a_model_in_parts_begins_with_gradients_at_every_batch(topology):
     model = seeded(mlp)()
     options = {"policy": Stays(), "wire": "auto", "exchange": replace(ORDERED, fragments=2)}
     with wrapped(topology, adamw(model), model, "auto", **options) as optimizer:
-        steps(topology, optimizer, model, range(3))
+        train_batches(optimizer, model, topology.rank, range(3))
         report = optimizer.report()
         assert topology.equal_on_all_ranks(bits(model))
     assert report["skip_history"] == [(0, 1, 0)]
@@ -257,7 +251,7 @@ def test_what_gradients_would_take_is_reckoned_from_the_part_that_crossed(topolo
     found = []
     with wrapped(topology, adamw(model), model, "auto", **options) as optimizer:
         for step in range(9):
-            steps(topology, optimizer, model, [step])
+            train_batches(optimizer, model, topology.rank, [step])
             measured = optimizer.report()["measurements"]
             if measured["exchange_seconds"]:
                 narrower = BITS["int4"] / BITS["fp32"]

@@ -72,8 +72,8 @@ def test_chunks_cut_anew_at_every_step_change_no_bit(topology, machine, update):
     sizes = cycle([1, 300, 64, 1 << 20, 4096])
 
     def cut(model, optimizer, rank, step):
-        if optimizer._session._sync is not None:
-            optimizer._session._sync._cut(next(sizes))
+        if optimizer._session.runner.parts is not None:
+            optimizer._session.runner.parts.gradients.cut(next(sizes))
         plain(model, optimizer, rank, step)
 
     same, _ = train(topology, Odd, sgd, steps=7)
@@ -175,7 +175,7 @@ def test_a_sum_in_the_node_does_not_wait_for_an_exchange_between_nodes(topology)
     policy = daso.Fixed(8, 8)
     optimizer = wrapped(topology, model, sgd, policy, reducer="host")
     plain(model, optimizer, rank, 0)
-    engine = optimizer._session._sync.channels.engine
+    engine = optimizer._session.runner.parts.channels.engine
 
     def busy():
         yield gate.is_set
@@ -198,10 +198,10 @@ def test_an_error_in_the_thread_that_adds_is_told_at_the_next_step(topology, mon
     def broken(*_, **__):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(HostReducer, "_go_on", broken)
+    monkeypatch.setattr(HostReducer, "_advance", broken)
     with pytest.raises(ExchangeError, match="an exchange failed: no memory"):
         plain(model, optimizer, rank, 1)
-    optimizer._session._sync.abandon()
+    optimizer._session.runner.parts.abandon()
     optimizer.close()
 
 
@@ -218,7 +218,7 @@ def test_a_rank_that_stays_away_inside_a_node_is_named(topology):
     if rank_info.rank == 0:
         with pytest.raises(StallError, match=r"world rank 1.* did not"):
             plain(model, optimizer, rank_info.rank, 1)
-    optimizer._session._sync.abandon()  # close() is collective, and rank 0 is out of step
+    optimizer._session.runner.parts.abandon()  # close() is collective, and rank 0 is out of step
 
 
 # --- bad input -----------------------------------------------------------------------------------

@@ -1,17 +1,13 @@
 """`on_exchange`: what a user is told of each exchange, for W&B, TensorBoard, Prometheus."""
 
 import pytest
-import torch
-from doors import DOORS, network, train
+from doors import DOORS, network
+from training import sgd, train
 
 import daso
 from daso.errors import ConfigError
 
 doors = pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
 @doors

@@ -33,13 +33,12 @@ def test_rows_take_memory_only_while_parameters_are_exchanged(topology, on_devic
         optimizer.close()
     rows = {"reference": 4 * NUMEL, "_payloads": 2 * NUMEL}
     if on_device:
-        pinned = 2 * NUMEL  # of the same name, and kept
-        rows = {"reference": 4 * NUMEL, "shown": 4 * NUMEL, "_payloads": pinned}
+        rows = {"reference": 4 * NUMEL, "published": 4 * NUMEL, "_pinned": 2 * NUMEL}
     before, exchanged, after = taken
     for name, nbytes in rows.items():
         assert exchanged[name] == nbytes
         assert name not in before
-        assert name not in after or (on_device and name == "_payloads")
+        assert name not in after or name == "_pinned"  # which is kept
 
 
 @pytest.mark.nodes((1, 1))
@@ -55,8 +54,8 @@ def test_a_plan_counts_what_exchanges_will_hold_while_they_rest(topology, wire, 
             model(torch.randn(8, 64)).square().mean().backward()
             optimizer.step()
         trained = static_bytes(model, optimizer, torch.ones(1, 64)).optimizer
-        rows = optimizer._session._sync.exchanges._rows_of(None)
+        rows = optimizer._session.runner.deltas._rows_of(None)
         optimizer.synchronize()
-    assert resting >= (4 + 4 + payload) * NUMEL  # shown, reference, payload
+    assert resting >= (4 + 4 + payload) * NUMEL  # published row, reference, payload
     assert trained >= resting
     assert [row.unmade_bytes for row in rows] == [0]

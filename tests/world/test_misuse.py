@@ -403,9 +403,7 @@ def test_parameters_that_grow_are_laid_out_anew(topology, rank_info, policy):
 
 
 @pytest.mark.parametrize("policy", [SYNC, RARE])
-def test_steps_of_the_inner_optimizer_are_told_once_and_synchronize_keeps_its_word(
-    topology, rank_info, policy, said
-):
+def test_bypassing_steps_warn_once_and_synchronize_agrees(topology, rank_info, policy, said):
     model = network()
     inner = sgd(model)
     optimizer = wrap(topology, model, inner, policy=policy)
@@ -424,9 +422,7 @@ def test_steps_of_the_inner_optimizer_are_told_once_and_synchronize_keeps_its_wo
     optimizer.close()
 
 
-def test_steps_of_the_inner_optimizer_are_told_where_the_wrapper_was_dropped(
-    topology, rank_info, said
-):
+def test_bypassing_steps_warn_after_the_wrapper_was_dropped(topology, rank_info, said):
     model = network()
     inner = sgd(model)
     wrap(topology, model, inner)
@@ -487,7 +483,7 @@ def test_the_same_batches_on_all_ranks_are_told(topology, rank_info, policy, sam
             optimizer.zero_grad()
             batch_loss(model, 0 if same else rank_info.rank, number).backward()
             optimizer.step()
-    assert on_rank_0(topology, said("train on batches of its own")) == same
+    assert on_rank_0(topology, said("train on different batches")) == same
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)
@@ -500,7 +496,7 @@ def test_layers_that_freeze_are_no_equal_batches(topology, rank_info, policy, sa
             if number > 1:
                 model[(0, 2, 4)[number % 3]].requires_grad_(number % 2 == 0)
             step(optimizer, model, rank_info, number)
-    assert not on_rank_0(topology, said("train on batches of its own"))
+    assert not on_rank_0(topology, said("train on different batches"))
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)
@@ -548,7 +544,7 @@ def test_a_resume_from_one_copy_is_no_equal_batches(topology, rank_info, policy,
         assert alike(topology, [p.grad for p in model.parameters()]) == averaged
         if not averaged and rank_info.largest_node == 1:
             assert equal(mine, [p.grad for p in model.parameters()])
-    assert not on_rank_0(topology, said("train on batches of its own"))
+    assert not on_rank_0(topology, said("train on different batches"))
 
 
 # --- what is wrapped ---------------------------------------------------------------------------
@@ -591,7 +587,7 @@ def test_what_is_wrapped_already_is_refused_or_taken_over(topology, rank_info, s
         step(second, model, rank_info, number)
     one.run(4)
     assert equal(bits(model), one.params(0))
-    assert on_rank_0(topology, said("this one goes on")) == 1
+    assert on_rank_0(topology, said("closes the earlier optimizer")) == 1
     second.close()
 
 
@@ -792,7 +788,7 @@ def test_gradients_that_may_be_on_their_way_must_be_reset_by_the_optimizer(
     model.zero_grad(set_to_none=False)
     with pytest.raises(ConfigError, match=r"must be reset by optimizer.zero_grad\(\)"):
         batch_loss(model, rank_info.rank, 1).backward()
-    optimizer._session._sync.abandon()  # a program ends there
+    optimizer._session.runner.parts.abandon()  # a program ends there
     optimizer.close()
 
 
@@ -926,9 +922,7 @@ def test_a_scripted_model_is_trained(topology):
 
 
 @pytest.mark.parametrize("policy", [SYNC, RARE], ids=repr)
-def test_gradients_beside_one_of_no_module_are_there_after_the_models_zero_grad(
-    topology, rank_info, policy
-):
+def test_parameter_of_no_module_changes_no_other_gradient(topology, rank_info, policy):
     def trained(how):
         model, scale = network(), nn.Parameter(torch.ones(1))
         inner = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
@@ -971,7 +965,7 @@ def test_ranks_that_compute_with_slow_kernels_are_warned_of(topology, said, monk
     last = topology.world_size - 1
     is_slow = ranks == "all" or (ranks == "one" and topology.rank == last)
     SLOW.line = "torch's operations (no library)" if is_slow else ""
-    monkeypatch.setattr("daso.train.startup.slow_kernels", lambda _: SLOW.line)
+    monkeypatch.setattr("daso.train.build.slow_kernels", lambda _: SLOW.line)
     wrap(topology, network()).close()
     who = {"none": "", "one": f"rank {last} (1 in all) ", "all": "every rank "}[ranks]
     expected = int(ranks != "none")

@@ -18,8 +18,8 @@ import daso
 from daso.comm.node.shm import ShmNode
 from daso.errors import ConfigError, NonFiniteError
 from daso.train.channels import ABREAST
+from daso.train.gradients.background import CarriedBuckets
 from daso.train.gradients.priority import PriorityReducer
-from daso.train.gradients.reducer import GradientReducer
 
 ORDERS = ["layer", "lifo", "fifo"]
 FREE = {
@@ -269,7 +269,7 @@ def test_a_portion_is_of_the_layer_that_the_next_forward_comes_to(topology):
     model = seeded(chain)()
     with wrapped(topology, model, sgd, reducer="prioritized", bucket_bytes=1) as optimizer:
         plain(model, optimizer, topology.rank, 0)
-        rows = optimizer._session._sync.buckets.rows
+        rows = optimizer._session.runner.parts.gradients.reducer.rows
         first_needed = sorted(rows.buckets, key=lambda bucket: bucket.portion.layer)
         layers = [min(bucket.params) // 2 for bucket in first_needed]  # a weight and a bias each
     assert layers == sorted(layers)
@@ -282,8 +282,8 @@ def test_an_earlier_run_may_have_had_smaller_portions(topology, reducer):
     model = seeded(lambda: nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 3)))()
     with wrapped(topology, model, sgd, reducer=reducer, bucket_bytes=1 << 20) as optimizer:
         for nbytes in (1 << 20, 1 << 16, 100):
-            buckets = optimizer._session._sync.buckets
-            buckets.arrange(buckets.order, nbytes)
+            buckets = optimizer._session.runner.parts.gradients.reducer
+            buckets.rows.arrange(buckets.rows.order, nbytes)
             optimizer.zero_grad()
             torch.manual_seed(topology.rank)
             model(torch.randn(4, 300)).square().mean().backward()
@@ -320,7 +320,7 @@ def check_inversions(log, portions):
             before.discard(portion)
 
 
-def test_a_layer_is_stepped_before_its_forward_and_not_before_its_gradient_came(topology, free):
+def test_layer_steps_between_its_gradient_and_its_forward(topology, free):
     model, waits = seeded(chain)(), is_free(topology, free)
     with wrapped(topology, model, sgd, **free) as optimizer:
         rank = topology.rank
@@ -426,7 +426,7 @@ def test_layers_need_the_model_and_an_optimizer_that_is_wrapped(topology):
         daso.attach(sgd(model), module=model, topology=topology, gradients=gradients)
 
 
-def test_a_gradient_that_is_not_finite_is_dropped_and_the_third_time_raised(topology, free):
+def test_third_nonfinite_gradient_raises(topology, free):
     """The rank that has it is one of many; what is dropped, and raised, is the same on all."""
     last = topology.world_size - 1
 
@@ -510,12 +510,12 @@ def test_a_second_backward_before_the_step_is_refused(topology, free):
     optimizer.close()
 
 
-def waited_for(buckets, params):
+def waited_for(carried, params):
     """Leave out gradients that came while nobody waited for them, as on a slow network."""
-    return set(params) - {i for one in buckets.rows.buckets if one.under_way for i in one.params}
+    return set(params) - {i for one in carried._rows.buckets if one.under_way for i in one.params}
 
 
-def all_came(buckets, params):
+def all_came(carried, params):
     """Have all gradients there whenever one is waited for, as on a fast network."""
     return set(params)
 
@@ -524,13 +524,13 @@ def all_came(buckets, params):
 def test_no_loop_depends_on_when_gradients_come(topology, monkeypatch, free, each, come):
     """Not either where a batch that is only added uses layers that those before did not."""
     same, _ = train(topology, Odd, sgd, each=each, steps=6)
-    monkeypatch.setattr(GradientReducer, "arrived", come)
+    monkeypatch.setattr(CarriedBuckets, "arrived", come)
     found, _ = train(topology, Odd, sgd, each=each, steps=6, **free)
     assert found == same
 
 
 def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology, monkeypatch, free):
-    monkeypatch.setattr(GradientReducer, "arrived", waited_for)
+    monkeypatch.setattr(CarriedBuckets, "arrived", waited_for)
     model = seeded(chain)()
     optimizer = wrapped(topology, model, sgd, **free)
 
@@ -548,7 +548,7 @@ def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology, mon
         told = "was used before the step with its last gradient|modified by an inplace operation"
         with pytest.raises((ConfigError, RuntimeError), match=told):
             around().backward()
-        optimizer._session._sync.abandon()  # a program ends there
+        optimizer._session.runner.parts.abandon()  # a program ends there
     optimizer.close()
 
 
@@ -569,9 +569,7 @@ class Around(nn.Module):
 
 @pytest.mark.real_mpi
 @pytest.mark.parametrize("added", [False, True])
-def test_a_gradient_that_comes_in_the_middle_of_a_forward_hides_no_early_use(
-    topology, monkeypatch, free, added
-):
+def test_gradient_during_forward_hides_no_early_use(topology, monkeypatch, free, added):
     """The bias was used before the step, which was then taken, with what had come, later on."""
     model, calls = seeded(Around)(), []
     optimizer = wrapped(topology, model, sgd, **free)
@@ -581,7 +579,7 @@ def test_a_gradient_that_comes_in_the_middle_of_a_forward_hides_no_early_use(
         calls.append(params)
         return waited_for(buckets, params) if len(calls) == 1 else set(params)
 
-    monkeypatch.setattr(GradientReducer, "arrived", arrived)
+    monkeypatch.setattr(CarriedBuckets, "arrived", arrived)
     loss = batch_loss(model, topology.rank, 1)
     if is_free(topology, free):
         told = r"gate\.bias was used before the step"
@@ -590,7 +588,7 @@ def test_a_gradient_that_comes_in_the_middle_of_a_forward_hides_no_early_use(
             pytest.raises(ConfigError, match=told),
         ):
             loss.backward()
-        optimizer._session._sync.abandon()  # a program ends there
+        optimizer._session.runner.parts.abandon()  # a program ends there
     else:
         loss.backward()
     optimizer.close()
@@ -609,7 +607,7 @@ def test_gradients_that_are_zeroed_in_place_while_they_cross_are_refused(topolog
     optimizer.close()
 
 
-def test_only_the_parameter_that_is_not_finite_is_dropped_whoever_calls_what(topology):
+def test_only_the_nonfinite_parameter_is_dropped(topology):
     """Ranks come to layers in different orders; what is stepped is the same on all."""
     model, rank = seeded(chain)(), topology.rank
     with wrapped(topology, model, sgd, reducer="prioritized", bucket_bytes=1) as optimizer:
@@ -663,8 +661,8 @@ def test_hooks_on_the_wrapper_see_the_step_and_copies_have_no_hooks(topology, fr
 
 def test_memory_for_portions_grows_with_portions_and_not_with_numbers(topology, monkeypatch):
     asked = []
-    lines = ShmNode._lines
-    monkeypatch.setattr(ShmNode, "_lines", lambda node, n: asked.append(n) or lines(node, n))
+    progress = ShmNode._progress
+    monkeypatch.setattr(ShmNode, "_progress", lambda node, n: asked.append(n) or progress(node, n))
     model = nn.Sequential(nn.Linear(6, 1000), nn.Linear(1000, 3))
     gradients = {"reducer": "prioritized", "bucket_bytes": 4000}
     with wrapped(topology, model, sgd, **gradients) as optimizer:

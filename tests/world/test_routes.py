@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
-from models import batch_loss, bits, mlp, seeded, sgd
+from models import bits, mlp, seeded, sgd
+from training import train_batches
 
 import daso
+import daso.train.channels as channels_module
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
 from daso.plan.cost_model import LinkCosts, choose_plan
 
@@ -16,13 +18,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.nodes((1, 1, 1), (1, 1, 1, 1)), pytes
 def wrapped(topology, model, fragments=1, **options):
     exchange = daso.Exchange(algorithm="planned", chunk_bytes=512, fragments=fragments)
     return daso.DASO(*(sgd(model),), module=model, topology=topology, exchange=exchange, **options)
-
-
-def steps(topology, optimizer, model, numbers):
-    for step in numbers:
-        optimizer.zero_grad()
-        batch_loss(model, topology.rank, step).backward()
-        optimizer.step()
 
 
 def ring_of(nodes):
@@ -46,11 +41,11 @@ def routes(topology, monkeypatch, kind="ring"):
 def test_all_ranks_change_after_the_same_exchange(topology, wire, kind, fragments, monkeypatch):
     first = routes(topology, monkeypatch, kind)
     asked = iter([False, False, True] + [False] * 100)
-    monkeypatch.setattr("daso.train.deltas.exchange.has_changed", lambda _: next(asked))
+    monkeypatch.setattr("daso.train.deltas.meter.has_changed", lambda _: next(asked))
     model = seeded(mlp)()
     with wrapped(topology, model, fragments, policy=daso.Fixed(2, 1), wire=wire) as optimizer:
         assert optimizer.report()["allreduce"] == first.name
-        steps(topology, optimizer, model, range(16))
+        train_batches(optimizer, model, topology.rank, range(16))
         optimizer.synchronize()
         assert topology.equal_on_all_ranks(bits(model))
         report = optimizer.report()
@@ -63,14 +58,14 @@ def test_all_ranks_change_after_the_same_exchange(topology, wire, kind, fragment
 @pytest.mark.parametrize("kind", ["ring", "shares"])
 def test_a_run_goes_on_by_the_plan_it_had(topology, kind, monkeypatch):
     """To the same bits, whatever links would tell now."""
-    monkeypatch.setattr("daso.train.deltas.exchange.has_changed", lambda _: False)
+    monkeypatch.setattr("daso.train.deltas.meter.has_changed", lambda _: False)
     ended = []
     for cut in (None, 7):
         model = seeded(mlp)()
         routes(topology, monkeypatch, kind)
         optimizer = wrapped(topology, model, policy=daso.Fixed(2, 1), wire="int8")
         plan = optimizer.report()["allreduce"]
-        steps(topology, optimizer, model, range(cut or 12))
+        train_batches(optimizer, model, topology.rank, range(cut or 12))
         if cut is not None:
             kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
             optimizer.close()
@@ -80,7 +75,7 @@ def test_a_run_goes_on_by_the_plan_it_had(topology, kind, monkeypatch):
             model.load_state_dict(kept[0])
             optimizer.load_state_dict(kept[1])
             assert optimizer.report()["allreduce"] == plan
-            steps(topology, optimizer, model, range(cut, 12))
+            train_batches(optimizer, model, topology.rank, range(cut, 12))
         optimizer.synchronize()
         ended.append(bits(model))
         optimizer.close()
@@ -89,7 +84,7 @@ def test_a_run_goes_on_by_the_plan_it_had(topology, kind, monkeypatch):
 
 def test_what_messages_cost_is_measured_where_plans_depend_on_it(topology, monkeypatch):
     """As among more than 16 nodes: all ranks measure, choose alike, and stay the same bits."""
-    monkeypatch.setattr("daso.plan.cost_model.FEW", 2)
+    monkeypatch.setattr("daso.plan.cost_model.MAX_DIRECT_RANKS", 2)
     choose_plan.cache_clear()
     try:
         model = seeded(mlp)()
@@ -99,7 +94,7 @@ def test_what_messages_cost_is_measured_where_plans_depend_on_it(topology, monke
             plan = optimizer.report()["allreduce"]
             assert topology.equal_on_all_ranks(plan)
             assert plan != "direct" or topology.nodes == 3
-            steps(topology, optimizer, model, range(9))
+            train_batches(optimizer, model, topology.rank, range(9))
             optimizer.synchronize()
             assert topology.equal_on_all_ranks(bits(model))
             costs = optimizer.state_dict()["daso"]["sync"]["exchanges"]["costs"]
@@ -119,17 +114,17 @@ def test_costs_are_measured_again_where_exchanges_take_longer(topology, monkeypa
         yield []
         return next(looks)
 
-    monkeypatch.setattr("daso.plan.cost_model.FEW", 2)
+    monkeypatch.setattr("daso.plan.cost_model.MAX_DIRECT_RANKS", 2)
     monkeypatch.setattr("daso.train.channels.link_costs", look)
     monkeypatch.setattr("daso.train.channels.choose_plan", lambda *asked: plans[asked[-1]])
     asked = iter([False, False, True] + [False] * 100)
-    monkeypatch.setattr("daso.train.deltas.exchange.has_changed", lambda _: next(asked))
+    monkeypatch.setattr("daso.train.deltas.meter.has_changed", lambda _: next(asked))
     model = seeded(mlp)()
     with daso.DASO(
         sgd(model), module=model, topology=topology, policy=daso.Fixed(2, 1), wire="int8"
     ) as optimizer:
         assert optimizer.report()["allreduce"] == plans[costs[0]].name
-        steps(topology, optimizer, model, range(16))
+        train_batches(optimizer, model, topology.rank, range(16))
         optimizer.synchronize()
         assert topology.equal_on_all_ranks(bits(model))
         report = optimizer.report()
@@ -137,6 +132,30 @@ def test_costs_are_measured_again_where_exchanges_take_longer(topology, monkeypa
         links = [event for event in report["events"] if event["kind"] == "links"]
         assert [event["plan"] for event in links] == ["direct"]
         assert topology.equal_on_all_ranks([event["sent"] for event in links])
+
+
+def test_means_of_gradients_follow_the_links_of_now(topology, monkeypatch):
+    """The plan of a mean is chosen once, until links are measured again."""
+    first = routes(topology, monkeypatch)
+    model = seeded(mlp)()
+    with wrapped(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
+        channels, plans = optimizer._session.runner.parts.channels, []
+        make = channels_module.deterministic_allreduce
+
+        def note(*args, plan, **how):
+            plans.append((args[0], plan.name))
+            return make(*args, plan=plan, **how)
+
+        monkeypatch.setattr(channels_module, "deterministic_allreduce", note)
+        for work in (None, None, channels.look_again(), None):
+            if work is not None:
+                channels.engine.run(work)
+                continue
+            total = torch.full((100,), float(topology.rank))
+            channels.engine.run(channels.gradient_mean(total))
+            assert total.tolist() == [(topology.world_size - 1) / 2] * 100
+        ours = [name for comm, name in plans if comm is channels.comms.lane]
+        assert ours == [first.name, direct_plan(topology.nodes).name]
 
 
 @pytest.mark.nodes((1, 1, 1), (2, 1, 1))
@@ -156,7 +175,7 @@ def test_nodes_of_unequal_sizes_take_the_same_mean(topology, algorithm, wire, mo
             exchange=exchange,
             wire=wire,
         ) as optimizer:
-            steps(topology, optimizer, model, range(9))
+            train_batches(optimizer, model, topology.rank, range(9))
             optimizer.synchronize()
             assert (optimizer.report()["allreduce"] == "direct") == (chosen == "direct")
         assert topology.equal_on_all_ranks(bits(model))

@@ -275,7 +275,7 @@ def test_all_ranks_go_by_who_loses_most_by_small_tensors(topology, rank_info, sl
     how = {"policy": Thrifty(9, 2), "exchange": ORDERED}
     with daso.DASO(sgd(model), module=model, topology=topology, **how) as optimizer:
         train(model, optimizer, rank_info.rank, range(8))
-        known = optimizer._session._exchanges._local
+        known = optimizer._session.runner.deltas._meter.local
         assert len(known.small_own_seconds) == len(known.small_exposed_seconds) == 3
         loses = slow is not None and rank_info.rank == slow % rank_info.world_size
         known.small_own_seconds, known.small_exposed_seconds = [float(loses)], [0.0]
@@ -375,7 +375,7 @@ def test_a_replay_keeps_local_work_as_the_run_did(monkeypatch):
         return nodes
 
     drift = next(one["drift"] for one in run(Leap(2, 2)).events if one["sent"] == 4)
-    monkeypatch.setattr("daso.plan.merge.MOST_DRIFT", (4 * drift) ** 0.5)  # between both waits
+    monkeypatch.setattr("daso.plan.exchange.MOST_DRIFT", (4 * drift) ** 0.5)  # between both waits
     ran, replayed = run(Leap(2, 2)), run(Replay(((0, 2, 2), (6, 8, 8))))
     assert [one["sent"] for one in ran.events] == [one["sent"] for one in replayed.events]
     pairs = zip(ran.models[0].parameters(), replayed.models[0].parameters(), strict=True)

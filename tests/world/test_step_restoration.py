@@ -11,7 +11,7 @@ from worlds import INSIDE, SEVERAL_NODES
 
 import daso
 from daso.errors import CheckpointError
-from daso.train.deltas.core_loss import CoreLoss
+from daso.train.deltas.meter import CpuContention
 
 OFF = daso.Exchange(step_restoration="off")
 pytestmark = pytest.mark.nodes(*SEVERAL_NODES)
@@ -284,7 +284,7 @@ def test_two_optimizers_in_step_are_one_big_batch(topology):
 @pytest.mark.nodes((1, 1))
 @pytest.mark.parametrize("meeting", ["loss of a closure", "epochs", "none"])
 def test_what_is_exposed_is_measured_however_often_ranks_meet(topology, monkeypatch, meeting):
-    monkeypatch.setattr(CoreLoss, "of_steps", lambda *_: 0.0)  # which is told with it
+    monkeypatch.setattr(CpuContention, "of_steps", lambda *_: 0.0)  # which is told with it
     model = seeded(mlp)()
     inner = adamw(model)
     with daso.DASO(inner, module=model, topology=topology, policy=Stays()) as optimizer:
@@ -325,7 +325,7 @@ def test_a_group_of_frozen_parameters_may_be_added_to_what_hooks_train(topology)
 
 @pytest.mark.nodes((1, 1))
 @pytest.mark.parametrize("door", ["wrapper", "hooks"])
-def test_closures_see_the_users_rate_and_so_does_what_is_saved_after_an_error(topology, door):
+def test_closures_and_saved_state_see_the_users_rate(topology, door):
     model, seen = seeded(mlp)(), []
     inner = adamw(model)
     options = {"topology": topology, "policy": daso.Fixed(2, 1), "exchange": ORDERED}

@@ -6,6 +6,7 @@ from compare import compare
 from models import Odd, Wide, adam, adamw, batch_loss, flat_bytes, many, mlp, nesterov, seeded, sgd
 from pairwise import pairwise
 from sequential import Sequential
+from training import train_batches
 
 import daso
 
@@ -84,10 +85,7 @@ def test_any_bucket_and_chunk_size_gives_the_same_bits(topology, size):
             exchange=daso.Exchange(algorithm="direct", chunk_bytes=chunk_bytes),
             gradients=daso.Gradients(bucket_bytes=bucket_bytes),
         ) as optimizer:
-            for step in range(6):
-                optimizer.zero_grad()
-                batch_loss(model, topology.rank, step).backward()
-                optimizer.step()
+            train_batches(optimizer, model, topology.rank, range(6))
         return b"".join(flat_bytes(p) for p in model.parameters())
 
     for policy in (daso.Fixed(1, 0), daso.Fixed(2, 1)):
@@ -111,10 +109,7 @@ def test_iallreduce_stays_near_the_oracle_and_identical(topology, dtype, order):
             exchange=daso.Exchange(algorithm="mpi"),
             gradients=daso.Gradients(reducer=order),
         ) as optimizer:
-            for step in range(10):
-                optimizer.zero_grad()
-                batch_loss(model, topology.rank, step).backward()
-                optimizer.step()
+            train_batches(optimizer, model, topology.rank, range(10))
         oracle.run(10)
         oracle.synchronize()
         for mine, theirs in zip(model.parameters(), oracle.params(0), strict=True):

@@ -8,6 +8,7 @@ from models import Odd, adamw, batch_loss, flat_bytes, mlp, seeded, sgd
 
 import daso
 from daso.plan.bucket_search import BucketSizeSearch
+from daso.train import build
 from daso.train.gradients import bucket_tuner as tuning
 
 BEST = 256  # bytes
@@ -41,8 +42,8 @@ def test_rows_cut_anew_at_every_step_change_no_bit(topology, make, inner, policy
     sizes = cycle([1, 300, 64, 1 << 20, 4096])
 
     def cut(optimizer):
-        if optimizer._session._sync is not None:
-            optimizer._session._sync.buckets.cut(next(sizes))
+        if optimizer._session.runner.parts is not None:
+            optimizer._session.runner.parts.gradients.reducer.rows.cut(next(sizes))
 
     same, _ = train(topology, make, inner, policy, steps=9, keep=keep, bucket_bytes=512)
     cuts, _ = train(topology, make, inner, policy, steps=9, keep=keep, bucket_bytes=9, before=cut)
@@ -65,7 +66,7 @@ class Clock:
 def test_all_ranks_find_the_same_size_after_the_same_batches(topology, monkeypatch, policy):
     rank_info, clock = topology.rank_info, Clock(topology.rank)
     monkeypatch.setattr(tuning, "time", clock)
-    monkeypatch.setattr(tuning, "bucket_search", lambda _: BucketSizeSearch(32, 4096, every=2))
+    monkeypatch.setattr(build, "bucket_search", lambda _: BucketSizeSearch(32, 4096, every=2))
 
     def look(optimizer):
         clock.nbytes = optimizer.report().get("bucket_bytes", BEST)

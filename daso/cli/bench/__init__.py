@@ -1,4 +1,4 @@
-"""Measurements beside rivals in the same run: `daso bench --help`.
+"""Benchmarks of daso and alternatives in the same run: `daso bench --help`.
 
 `command` starts the ranks; there each bench is a `measure`.
 """

@@ -1,7 +1,7 @@
-"""Ways to train the same model on several ranks, each behind the same `step`."""
+"""Training methods for the same model on several ranks, each behind the same `step`."""
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,29 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import daso
 from daso.cli.bench.models import Batch, Case, loss_of
-from daso.cli.bench.names import COMPUTE, DDP, OURS, UNBOUNDED
-from daso.comm.mpi import load
+from daso.cli.bench.names import COMPUTE, DDP, OURS
 from daso.comm.topology import Topology
-
-__all__ = [
-    "ALLREDUCE",
-    "BUCKETS",
-    "CONTENDERS",
-    "FIFO",
-    "HOST",
-    "INSIDE",
-    "ORDERS",
-    "PERIOD",
-    "POWER_SGD",
-    "PRIORITIZED",
-    "PRIORITY",
-    "SERVERS",
-    "Contender",
-    "Daso",
-    "Make",
-    "Plain",
-    "start",
-]
+from daso.errors import ConfigError
 
 # Batches between averages of PostLocalSGD: as in torch's documentation, and less frequent.
 PERIOD, LONG_PERIODS = 4, (16, 64)
@@ -54,51 +34,51 @@ WHOLE_MIB = 1 << 12  # more than any of these models has of gradients
 
 
 class Contender(Protocol):
-    """One way to train."""
+    """Training method that the bench compares."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
-    def wake(self) -> None:
-        """Get ready for a round. Collective over the world in the sense of the method."""
+    def begin_round(self) -> None:
+        """Prepare for a round. Collective over the world in the sense of the method."""
         ...
 
     def step(self, batch: Batch) -> None:
         """Train on a batch. Collective over the world in the sense of the method."""
         ...
 
-    def settled(self) -> bool:
-        """Return whether as much is done as when a round began, so that it may end here."""
+    def may_end_round(self) -> bool:
+        """Return whether a round may end here: as many exchanges are finished as at its start."""
         ...
 
-    def rest(self) -> None:
-        """Let what is on its way arrive, without merging it. Does not communicate itself."""
+    def drain(self) -> None:
+        """Wait for exchanges in flight without merging them. Not collective."""
         ...
 
     def finish(self) -> None:
-        """Let all ranks hold the same model. Collective over the world; blocking."""
+        """Give all ranks the same model. Collective over the world; blocking."""
         ...
 
     def report(self) -> Mapping[str, Any]:
-        """Return what else there is to say."""
+        """Return the method's own figures."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Collective over the world."""
+        """Release all resources. Collective over the world."""
         ...
 
 
 @dataclass
 class Plain:
-    """A model and an optimizer that need no word from us: alone, or through DDP's hooks."""
+    """A model and an optimizer that the bench only steps: alone, or through DDP's hooks."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    averaged_every: int = 1  # batches from one average to the next; a round holds whole ones
+    averaged_every: int = 1  # batches between averages; a round holds whole periods
     steps: int = 0
 
-    def wake(self) -> None:
-        """Nothing sleeps between rounds."""
+    def begin_round(self) -> None:
+        """Do nothing."""
 
     def step(self, batch: Batch) -> None:
         """Train on a batch."""
@@ -107,12 +87,12 @@ class Plain:
         self.optimizer.step()
         self.steps += 1
 
-    def settled(self) -> bool:
+    def may_end_round(self) -> bool:
         """Return whether a round may end here."""
         return self.steps % self.averaged_every == 0
 
-    def rest(self) -> None:
-        """Nothing is on its way between steps."""
+    def drain(self) -> None:
+        """Do nothing: steps leave no exchange in flight."""
 
     def finish(self) -> None:
         """Take the mean of parameters, and world rank 0's buffers, as users of DDP save."""
@@ -128,7 +108,7 @@ class Plain:
         return {}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class Daso(Plain):
@@ -140,21 +120,23 @@ class Daso(Plain):
         self.wrapped = daso.DASO(inner, module=model, topology=topology, **keywords)
         super().__init__(model, self.wrapped)
 
-    def settled(self) -> bool:
-        """Return whether the last step merged an exchange, so that rounds hold whole ones.
+    def may_end_round(self) -> bool:
+        """Return whether the last step merged an exchange, so that rounds hold whole exchanges.
 
-        Never where the same step sends the next one: what is left of it arrives between rounds.
+        Never true if the same step starts the next exchange: its remainder arrives between rounds.
+
+        Never true if the same step starts the next exchange: its remainder arrives between rounds.
         """
-        self.wrapped.flush()  # of steps that layers take one by one, which belong to this round
-        found = self.wrapped.report()
-        synchronous = found["skip_history"][-1][1:] == (1, 0)
-        if synchronous or found["world"] == 1 or found["nodes"] == 1:
+        self.wrapped.flush()  # steps that layers take one by one belong to this round
+        report = self.wrapped.report()
+        synchronous = report["skip_history"][-1][1:] == (1, 0)
+        if synchronous or report["world"] == 1 or report["nodes"] == 1:
             return True
-        merged = [one["received"] for one in found["events"] if "received" in one]
-        return bool(merged) and merged[-1] == found["batches"] and not found["in_flight"]
+        merged = [event["received"] for event in report["events"] if "received" in event]
+        return bool(merged) and merged[-1] == report["batches"] and not report["in_flight"]
 
-    def rest(self) -> None:
-        """Let the exchange finish; its result stays until it is due."""
+    def drain(self) -> None:
+        """Wait for the exchange in flight; its result is merged when it is due."""
         self.wrapped.state_dict()  # waits for it, and changes nothing
 
     def finish(self) -> None:
@@ -162,9 +144,9 @@ class Daso(Plain):
         self.wrapped.synchronize()
 
     def report(self) -> Mapping[str, Any]:
-        """Return counts of exchanges, and what is exposed."""
-        found: Mapping[str, Any] = self.wrapped.report()
-        kept = (
+        """Return counts of exchanges, and exposed seconds."""
+        report: Mapping[str, Any] = self.wrapped.report()
+        keys = (
             "exchanges",
             "exposed_seconds",
             "global_bytes_sent",
@@ -174,9 +156,9 @@ class Daso(Plain):
             "measurements",
             "wire",
         )
-        own = [one["own_seconds"] for one in found["events"] if "own_seconds" in one]
+        own = [event["own_seconds"] for event in report["events"] if "own_seconds" in event]
         packing = {"own_seconds": statistics.median(own)} if own else {}
-        return {key: found[key] for key in kept} | packing
+        return {key: report[key] for key in keys} | packing
 
     def close(self) -> None:
         """Stop communicating."""
@@ -210,16 +192,26 @@ def _ddp(hook: Callable[..., Any] | None = None) -> Make:
 
 def _power_sgd(case: Case, _: Topology) -> Contender:
     model, optimizer = start(case)
-    # In one bucket: over gloo callbacks of several begin their collectives in any order.
+    # One bucket: over gloo, callbacks of several buckets start collectives in any order.
     parallel = DistributedDataParallel(model, bucket_cap_mb=WHOLE_MIB)
     state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     parallel.register_comm_hook(state, powerSGD_hook)
     return Plain(parallel, optimizer)
 
 
+def _ddp_hook(wire: str) -> Make:
+    def make(case: Case, _: Topology) -> Contender:
+        model, optimizer = start(case)
+        parallel = DistributedDataParallel(model)
+        parallel.register_comm_hook(daso.ddp_hook_state(wire=wire), daso.ddp_hook)
+        return Plain(parallel, optimizer)
+
+    return make
+
+
 def _post_local_sgd(period: int) -> Make:
     def make(case: Case, _: Topology) -> Contender:
-        # It warns of what torch imports there.
+        # Its import warns about modules that torch imports in turn.
         from torch.distributed.optim import PostLocalSGDOptimizer
 
         model, optimizer = start(case)
@@ -235,7 +227,9 @@ def _post_local_sgd(period: int) -> Make:
     return make
 
 
-def _daso(**keywords: Any) -> Make:
+def wrapped_by(**keywords: Any) -> Make:
+    """Return a factory of `daso.DASO` contenders with these keywords."""
+
     def make(case: Case, topology: Topology) -> Contender:
         return Daso(*start(case), topology, **keywords)
 
@@ -249,13 +243,13 @@ def _nesterov(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 CONTENDERS: Mapping[str, Make] = {
     COMPUTE: _compute,
-    OURS: _daso(),
-    "DASO Auto, bf16": _daso(wire="bf16"),
-    "DASO Auto, int4": _daso(wire="int4"),
-    "DASO Fixed(4, 1), bf16": _daso(policy=daso.Fixed(4, 1), wire="bf16"),
-    "DASO synchronous": _daso(policy=daso.Fixed(1, 0)),
+    OURS: wrapped_by(),
+    "DASO Auto, bf16": wrapped_by(wire="bf16"),
+    "DASO Auto, int4": wrapped_by(wire="int4"),
+    "DASO Fixed(4, 1), bf16": wrapped_by(policy=daso.Fixed(4, 1), wire="bf16"),
+    "DASO synchronous": wrapped_by(policy=daso.Fixed(1, 0)),
     **{
-        f"DASO synchronous, {wire}": _daso(
+        f"DASO synchronous, {wire}": wrapped_by(
             policy=daso.Fixed(1, 0), gradients=daso.Gradients(wire=wire)
         )
         for wire in ("int8", "int4")
@@ -263,121 +257,25 @@ CONTENDERS: Mapping[str, Make] = {
     DDP: _ddp(),
     "DDP, gloo, fp16": _ddp(default_hooks.fp16_compress_hook),
     POWER_SGD: _power_sgd,
+    "DDP, gloo, daso int4": _ddp_hook("int4"),
     **{f"PostLocalSGD, every {n}": _post_local_sgd(n) for n in (PERIOD, *LONG_PERIODS)},
-    f"DiLoCo, every {DILOCO_PERIOD}": _daso(
+    f"DiLoCo, every {DILOCO_PERIOD}": wrapped_by(
         policy=daso.Fixed(DILOCO_PERIOD, 1), wire="bf16", outer=_nesterov
     ),
 }
 
 
-def _ordered(portions: Any, mebibytes: float | None, *, whole: bool) -> Make:
-    gradients = daso.Gradients(
-        reducer="prioritized",
-        priority=portions,
-        step="model" if whole else "layerwise",
-        bucket_bytes="auto" if mebibytes is None else int(mebibytes * (1 << 20)),
-    )
-    return _daso(gradients=gradients)
+def can_run(name: str) -> bool:
+    """Return whether a contender runs here."""
+    # PowerSGD's hook synchronizes with the machine's GPU even for models on the CPU.
+    return name != POWER_SGD or not torch.cuda.is_available()
 
 
-# Of synchronous gradients: what goes first, and what a forward waits for.
-FIFO, PRIORITY, PRIORITIZED, BUCKETS = "fifo, barrier", "priority", "prioritized", "buckets"
-ORDERS: Mapping[str, Make] = {
-    FIFO: _ordered("fifo", 1, whole=True),
-    "fifo, no barrier": _ordered("fifo", 1, whole=False),
-    "priority, barrier": _ordered("layer", 1, whole=True),
-    PRIORITY: _ordered("layer", 1, whole=False),
-    PRIORITIZED: _ordered("layer", None, whole=False),
-    **{
-        f"priority, {mebibytes:g} MiB": _ordered("layer", mebibytes, whole=False)
-        for mebibytes in (0.25, 0.5, 2, 4, 16)
-    },
-    BUCKETS: _daso(policy=daso.Fixed(1, 0)),
-}
-
-
-class Flat(Plain):
-    """Adds all gradients by one call of MPI's when backward is over."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, topology: Topology
-    ) -> None:
-        super().__init__(model, optimizer)
-        self._topology = topology
-        params = list(model.parameters())
-        self._flat = torch.zeros(sum(p.numel() for p in params))
-        for param, row in zip(params, self._flat.split([p.numel() for p in params]), strict=True):
-            param.grad = row.view_as(param)
-
-    def step(self, batch: Batch) -> None:
-        """Train on a batch."""
-        self._flat.zero_()
-        loss_of(self.model, *batch).backward()
-        self._topology.world_comm.Allreduce(load().IN_PLACE, self._flat.numpy())
-        self._flat /= self._topology.world_size
-        self.optimizer.step()
-        self.steps += 1
-
-
-def _flat(case: Case, topology: Topology) -> Contender:
-    return Flat(*start(case), topology)
-
-
-def _hosted(update: Any) -> Make:
-    gradients = daso.Gradients(reducer="host", step=update)
-    return _daso(policy=daso.Fixed(1, 0), gradients=gradients)
-
-
-# Of gradients inside one node: who adds them, and when.
-ALLREDUCE, HOST = "MPI Allreduce after it", "host"
-INSIDE: Mapping[str, Make] = {
-    ALLREDUCE: _flat,
-    HOST: _hosted("model"),
-    "host, chunk updates": _hosted("layerwise"),
-    "buckets": _daso(policy=daso.Fixed(1, 0)),
-    DDP: _ddp(),
-}
-
-
-class Eager(Plain):
-    """`daso.ParameterServer` with some keywords."""
-
-    def __init__(self, case: Case, topology: Topology, **keywords: Any) -> None:
-        model, _ = start(case)
-        self.server = daso.ParameterServer(model, case.optimizer, topology=topology, **keywords)
-        super().__init__(model, self.server)
-
-    def finish(self) -> None:
-        """Take in all gradients, and average buffers."""
-        self.server.synchronize()
-
-    def report(self) -> Mapping[str, Any]:
-        """Return what was sent, and what is exposed."""
-        return self.server.report()
-
-    def close(self) -> None:
-        """Stop serving."""
-        self.server.close()
-
-
-def _eager(**keywords: Any) -> Make:
-    def make(case: Case, topology: Topology) -> Contender:
-        return Eager(case, topology, **keywords)
-
-    return make
-
-
-# Where one rank may be slower than the others: all in step, or not.
-SERVERS: Mapping[str, Make] = {
-    DDP: CONTENDERS[DDP],
-    "DASO synchronous": CONTENDERS["DASO synchronous"],
-    OURS: CONTENDERS[OURS],
-    "eager, in step, n=1": _eager(push_every=1),
-    "eager, in step": _eager(),
-    "eager, 1 step apart": _eager(staleness=1),
-    "eager, 4 steps apart": _eager(staleness=4),
-    f"eager, {UNBOUNDED}": _eager(staleness=None),
-    f"eager, {UNBOUNDED}, shared state": _eager(staleness=None, optimizer_state="shared"),
-    "eager, blocks, unbounded": _eager(mode="local_rows", staleness=None),
-    "eager, replicas, unbounded": _eager(mode="replicated", staleness=None),
-}
+def check_can_run(names: Iterable[str]) -> None:
+    """Refuse contenders that do not run here."""
+    for name in names:
+        if not can_run(name):
+            raise ConfigError(
+                f"{name!r} must run on a machine without a GPU (this bench trains on CPUs), but "
+                f"torch sees one; leave it out, or set CUDA_VISIBLE_DEVICES to nothing"
+            )

@@ -13,23 +13,31 @@ from daso.cli.bench.options import at_least_one, more_than_zero
 from daso.cli.bench.places import HERE, RankStarter
 from daso.cli.bench.runs import RUNS, Measured
 from daso.cli.outputs import may_write, write_file
-from daso.environment import path_of
+from daso.paths import path_of
 from daso.strict import json_by_rows
 
-__all__ = ["MODELS", "Add", "add_links", "add_parser", "add_steps", "adder"]
-
 MODELS = ("cnn", "resnet18", "gpt", "tiny")
-PARAMETERS = 4_575_000  # whose exchange is measured: 18.3 MB of fp32
-Found = list[dict[str, Any]]
+PARAMETERS = 4_575_000  # of the exchange bench: 18.3 MB of fp32
+Results = list[dict[str, Any]]  # of measurements, one per setting
 Run = Callable[[argparse.Namespace], Measured]
 Add = Callable[[str, str], argparse.ArgumentParser]
 Hosts = Callable[..., AbstractContextManager[RankStarter]]
 
 
-def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> Any:
-    """Add the options of ``daso bench``."""
+def add_parser(
+    parser: argparse.ArgumentParser,
+    hosts: Hosts | None = None,
+    more: Mapping[str, Run] | None = None,
+) -> Any:
+    """Add the options of ``daso bench``.
+
+    Args:
+        parser: Parser of the command.
+        hosts: Starts hosts with shaped links.
+        more: Benches that replace or extend those of the package.
+    """
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    add = adder(kinds, RUNS, hosts)
+    add = adder(kinds, {**RUNS, **(more or {})}, hosts)
     train = add("train", "step times of ways to train")
     add_links(train, "1gbit,100mbit,10mbit" if hosts else HERE)
     train.add_argument("--model", choices=MODELS, default="cnn")
@@ -40,10 +48,10 @@ def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> A
     add_links(exchange, "1gbit" if hosts else HERE)
     exchange.add_argument("--nodes", default="2,3,4", help="how many, by commas (2,3,4)")
     exchange.add_argument(
-        "--algorithm", default="auto", help="how the mean is taken, by commas (auto)"
+        "--algorithm", default="auto", help="algorithms of the mean, by commas (auto)"
     )
     exchange.add_argument(
-        "--wire", default=",".join(WIRES), help=f"what crosses, by commas ({','.join(WIRES)})"
+        "--wire", default=",".join(WIRES), help=f"wires, by commas ({','.join(WIRES)})"
     )
     exchange.add_argument(
         "--parameters", type=at_least_one, default=PARAMETERS, help=f"of the model ({PARAMETERS})"
@@ -61,7 +69,7 @@ def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> A
 
 
 def adder(kinds: Any, runs: Mapping[str, Run], hosts: Hosts | None) -> Add:
-    """Return what adds a bench, with the options that all have."""
+    """Return a function that adds one bench's parser with the common options."""
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         bench: argparse.ArgumentParser = kinds.add_parser(
@@ -76,10 +84,10 @@ def adder(kinds: Any, runs: Mapping[str, Run], hosts: Hosts | None) -> Add:
     return add
 
 
-def _draw(found: Found) -> Any:
+def _draw(results: Results) -> Any:
     from daso.cli import plots
 
-    return plots.draw(found)
+    return plots.draw(results)
 
 
 def add_steps(parser: argparse.ArgumentParser, seconds: str, settle: str) -> None:
@@ -104,28 +112,28 @@ def add_links(parser: argparse.ArgumentParser, usual: str, *, default: str | Non
 
 def _main(chosen: argparse.Namespace, run: Any) -> int:
     may_write(chosen.json, getattr(chosen, "plot", None))
-    found: Found = []
+    results: Results = []
     figures: dict[str, dict[str, Any]] = {}
     try:
         with closing(run(chosen)) as measured:
-            for one, text, more in measured:
+            for result, text, more in measured:
                 print(text, flush=True)
-                found.append(one)
+                results.append(result)
                 figures |= more
-                _write(chosen.json, figures, found)  # now: the next link may take long, or fail
+                _write(chosen.json, figures, results)  # now: the next link may take long, or fail
     except KeyboardInterrupt:
-        kept = f"; {chosen.json} has what was measured" if found and chosen.json else ""
-        print(f"daso: interrupted{kept}", file=sys.stderr)
+        notice = f"; {chosen.json} has the results so far" if results and chosen.json else ""
+        print(f"daso: interrupted{notice}", file=sys.stderr)
         return 130
     if getattr(chosen, "plot", None):
         from daso.cli import plots
 
-        plots.save(chosen.draw(found), chosen.plot)
+        plots.save(chosen.draw(results), chosen.plot)
     return 0
 
 
-def _write(path: Path | None, figures: Mapping[str, Any], found: Found) -> None:
+def _write(path: Path | None, figures: Mapping[str, Any], results: Results) -> None:
     if path is not None:
-        known = {"versions": found[0]["versions"], "date": date.today().isoformat()}
-        text = json_by_rows({"figures": figures, **known, "runs": found})
+        known = {"versions": results[0]["versions"], "date": date.today().isoformat()}
+        text = json_by_rows({"figures": figures, **known, "runs": results})
         write_file(path, text + "\n")

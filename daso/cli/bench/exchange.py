@@ -12,6 +12,7 @@ import torch.distributed as dist
 from daso.cli.bench.names import WIRES
 from daso.cli.bench.rounds import sent_bytes, take_turns
 from daso.comm.allreduce.direct import deterministic_allreduce
+from daso.comm.control import barrier, gather
 from daso.comm.engine import Engine
 from daso.comm.link_probe import link_rates
 from daso.comm.process_group import join_process_group
@@ -22,15 +23,13 @@ from daso.kernels.codecs import codec_named
 from daso.kernels.rows import FlatTensors
 from daso.plan.allreduce_plan import Algorithm
 from daso.plan.cost_model import choose_plan
-from daso.plan.merge import KEEP
+from daso.plan.exchange import KEEP
 from daso.plan.options import Exchange
 from daso.plan.routes import plan_routes
 from daso.train.deltas.shard import DeltaShard, MergeOptions, message_numel
 
-__all__ = ["Plan", "figures", "limit_seconds", "measure", "ratios", "table"]
-
 NAMES = ("fp32", "bf16", "int4")  # rows that are figures
-CORE_ROUNDS = 5  # exchanges whose processor time is taken
+CORE_ROUNDS = 5  # exchanges whose CPU time is measured
 MILLION = 1e6
 
 
@@ -41,12 +40,12 @@ class Plan:
     Args:
         numel: Elements of the buffer, fp32.
         rounds: Exchanges of each kind.
-        link: For people.
+        link: Label of the link in tables.
         bits_per_second: Of every link; 0 where there is no limit.
-        rivals: Whether MPI's Allreduce and gloo take turns too.
-        algorithms: How the mean is taken, by turns; see `daso.Exchange`.
-        wires: What crosses, by turns.
-        racks: Groups of hosts, for people, as what follows.
+        rivals: Whether MPI's Allreduce and gloo are measured too.
+        algorithms: Algorithms of the mean, measured in turn; see `daso.Exchange`.
+        wires: Wires, measured in turn.
+        racks: Groups of hosts; a label in tables, like the two below.
         uplink: Rate of each group's link to the others.
         slow_link: Rate of the link of one host.
     """
@@ -71,7 +70,7 @@ class Plan:
 
 
 def limit_seconds(nbytes: float, nodes: int, bits_per_second: float) -> float:
-    """Return how long a link needs for a mean over nodes, at the least.
+    """Return the minimum seconds that a link needs for a mean over nodes.
 
     Every node sends and receives 2 (n - 1) / n times the buffer (Patarasuk & Yuan 2009).
     """
@@ -96,24 +95,24 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     }
     if plan.rivals:
         join_process_group(topology, "gloo")
-        mine, sums = torch.zeros(plan.numel), torch.empty(plan.numel)  # sums stay finite
-        kinds["fp32, MPI Allreduce"] = lambda: world.Allreduce(mine.numpy(), sums.numpy())
-        kinds["fp32, gloo"] = lambda: dist.all_reduce(mine)
+        values, sums = torch.zeros(plan.numel), torch.empty(plan.numel)  # sums stay finite
+        kinds["fp32, MPI Allreduce"] = lambda: world.Allreduce(values.numpy(), sums.numpy())
+        kinds["fp32, gloo"] = lambda: dist.all_reduce(values)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     packing: dict[str, list[float]] = {name: [] for name in kinds}
     nbytes: dict[str, float | None] = {}
-    for name in [*kinds, *take_turns(list(kinds), plan.rounds)]:  # the first makes buffers
+    for name in [*kinds, *take_turns(list(kinds), plan.rounds)]:  # first exchange: warmup
         before = sent_bytes(topology)
-        world.Barrier()
+        barrier(topology)
         start = time.perf_counter()
         packed = kinds[name]() or 0.0
-        taken = time.perf_counter() - start
-        seconds[name].append(max(world.allgather(taken)))
-        packing[name].append(max(world.allgather(packed)))
+        elapsed = time.perf_counter() - start
+        seconds[name].append(max(gather(topology, elapsed)))
+        packing[name].append(max(gather(topology, packed)))
         after = sent_bytes(topology)
         nbytes[name] = None if after is None or before is None else after - before
     core = {
-        wire: world.allgather(core_seconds(wire, plan.numel, engine, comm, size))
+        wire: gather(topology, core_seconds(wire, plan.numel, engine, comm, topology))
         for wire in plan.wires
         if wire in NAMES and "auto" in plan.algorithms
     }
@@ -167,18 +166,18 @@ def _ordered(
 
 
 class TimedKernels:
-    """Kernels whose processor time is counted, by function.
+    """Kernels whose CPU time is counted, by function.
 
     Args:
-        kernels: What computes.
-        seconds: Receives the seconds.
+        kernels: Kernels to time.
+        seconds: Receives the seconds, by function.
     """
 
     def __init__(self, kernels: Kernels, seconds: dict[str, float]) -> None:
         self._kernels, self._seconds = kernels, seconds
 
     def __getattr__(self, name: str) -> Any:
-        """Return a function that is timed."""
+        """Return a timed function."""
         function = getattr(self._kernels, name)
 
         def timed(*words: Any, **named: Any) -> None:
@@ -189,13 +188,16 @@ class TimedKernels:
         return timed
 
 
-def core_seconds(wire: str, numel: int, engine: Engine, comm: Any, size: int) -> dict[str, float]:
-    """Return the processor seconds of an exchange of a row, by part, on this rank.
+def core_seconds(
+    wire: str, numel: int, engine: Engine, comm: Any, topology: Topology
+) -> dict[str, float]:
+    """Return the CPU seconds of one exchange of a row on this rank, by part.
 
     It counts encoding, the engine's thread and the merge into the parameters. ``mpi_and_python`` is
     the time outside kernels. Collective over ``comm``; blocking.
     """
     codec, seconds = codec_named(wire), dict[str, float]()
+    size = topology.world_size
     plan = choose_plan("auto", size, codec.nbytes(numel))
     chunks = plan.chunks(numel, message_numel(codec, Exchange().chunk_bytes))
     spans = [span for parts in chunks for span in parts]
@@ -209,25 +211,25 @@ def core_seconds(wire: str, numel: int, engine: Engine, comm: Any, size: int) ->
     total = 0.0
     for turn in range(CORE_ROUNDS + 1):
         params.add_(torch.randn(numel, generator=generator), alpha=1e-3)
-        comm.Barrier()
+        barrier(topology)
         begun, busy = time.thread_time(), engine.busy_seconds
         part.encode(codec, spans, values, keeps=True)
         handle = engine.submit(exchange.run(part, chunks))
-        handle.finished.wait(engine.timeout_seconds)  # as behind batches: the engine polls rarely
+        handle.finished.wait(engine.timeout_seconds)  # the engine polls rarely, as during batches
         engine.wait(handle)
         part.finish()
-        part.show(KEEP)
-        part.kernels.merge(values, part.shown, 1.0, add=True)
+        part.publish(KEEP)
+        part.kernels.merge(values, part.published, 1.0, add=True)
         total += time.thread_time() - begun + engine.busy_seconds - busy
-        if turn == 0:  # which makes buffers
+        if turn == 0:  # warmup: allocates buffers
             seconds.clear()
             total = 0.0
-    parts = {name: one / CORE_ROUNDS for name, one in seconds.items()}
+    parts = {name: total_seconds / CORE_ROUNDS for name, total_seconds in seconds.items()}
     return parts | {"mpi_and_python": total / CORE_ROUNDS - sum(parts.values())}
 
 
 def _slowest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the milliseconds by part of the rank that takes most."""
+    """Return the milliseconds by part of the rank with the highest total."""
     most = max(ranks, key=lambda parts: sum(parts.values()))
     return {name: 1e3 * seconds for name, seconds in most.items()}
 
@@ -250,32 +252,32 @@ def _row(
     return row
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """Return the rows as aligned lines."""
-    plan = Plan(**found["plan"])
+    plan = Plan(**result["plan"])
     lines = [
-        f"{4 * plan.numel / 1e6:.1f} MB of fp32 over {len(found['nodes'])} nodes, link "
+        f"{4 * plan.numel / 1e6:.1f} MB of fp32 over {len(result['nodes'])} nodes, link "
         f"{plan.links}, medians of {plan.rounds} alternating rounds",
         f"{'wire':<22}{'ms':>10}{'packing':>10}{'limit ms':>10}{'x limit':>9}{'MB by all':>11}",
     ]
-    for row in found["rows"]:
+    for row in result["rows"]:
         limit, over, sent = (
             "-" if row[key] is None else f"{row[key]:.{digits}f}"
             for key, digits in (("limit_ms", 1), ("over_limit", 3), ("mbytes", 2))
         )
-        packing = f"{row.get('packing_ms', 0.0):>10.1f}"  # recorded runs of before have none
+        packing = f"{row.get('packing_ms', 0.0):>10.1f}"  # older recordings have none
         lines.append(f"{row['name']:<22}{row['ms']:>10.1f}{packing}{limit:>10}{over:>9}{sent:>11}")
-    for row in found["rows"]:
+    for row in result["rows"]:
         if parts := row.get("core_ms"):
-            told = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
-            lines.append(f"core of {row['name']}: {sum(parts.values()):.2f} ms ({told})")
+            listed = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
+            lines.append(f"core of {row['name']}: {sum(parts.values()):.2f} ms ({listed})")
     return "\n".join(lines)
 
 
-def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the figures of these links and nodes, named as everywhere."""
-    head = table(found).splitlines()[0]
-    plan = Plan(**found["plan"])
+def figures(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figures of this link and number of nodes, by name."""
+    head = table(result).splitlines()[0]
+    plan = Plan(**result["plan"])
     if plan.racks > 1 or plan.slow_link != "none":
         where = "racks" if plan.racks > 1 else "slow"
         return {
@@ -284,9 +286,9 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 "unit": "ratio of seconds of an exchange",
                 "conditions": head,
             }
-            for (wire, over), ratio in _planned_over(found).items()
+            for (wire, over), ratio in _planned_over(result).items()
         }
-    nodes, rows = len(found["nodes"]), [row for row in found["rows"] if row["name"] in NAMES]
+    nodes, rows = len(result["nodes"]), [row for row in result["rows"] if row["name"] in NAMES]
     limits = {
         f"exchange_{row['name']}_over_limit_{nodes}": {
             "value": row["over_limit"],
@@ -307,9 +309,9 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _planned_over(found: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+def _planned_over(result: Mapping[str, Any]) -> dict[tuple[str, str], float]:
     """Return the time of the planned algorithm over that of each other, by wire and name."""
-    ms = {row["name"]: row["ms"] for row in found["rows"]}
+    ms = {row["name"]: row["ms"] for row in result["rows"]}
     others = {"": "direct", ", ring": "ring", ", MPI Allreduce": "mpi", ", gloo": "gloo"}
     return {
         (wire, name): ms[f"{wire}, planned"] / ms[f"{wire}{words}"]
@@ -319,12 +321,12 @@ def _planned_over(found: Mapping[str, Any]) -> dict[tuple[str, str], float]:
     }
 
 
-def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the ratios behind the figures, one of every round."""
+def ratios(result: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the per-round ratios behind the figures."""
     return {
-        f"exchange_{row['name']}_over_limit_{len(found['nodes'])}": [
+        f"exchange_{row['name']}_over_limit_{len(result['nodes'])}": [
             1e3 * seconds / row["limit_ms"] for seconds in row["seconds"]
         ]
-        for row in found["rows"]
+        for row in result["rows"]
         if row["name"] in ("fp32", "bf16")
     }

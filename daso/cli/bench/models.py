@@ -1,4 +1,4 @@
-"""Models of several kinds, and batches for them that cost no time to load."""
+"""Models of several kinds, and batches for them without loading time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,22 +8,13 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from daso.cli.bench.timed_models import paced
 from daso.data import find_fashion, load_fashion, load_text
 from daso.environment import data_folder
 from daso.examples.transformer import ByteTransformer
 
-__all__ = ["CASES", "EVEN", "Batch", "Case", "ResNet18", "loss_of", "score", "small_cnn"]
-
-KEPT = 4096  # samples that each rank keeps in memory
+KEPT = 4096  # samples in each rank's memory
 SIDE, CLASSES = 28, 10
 Batch = tuple[torch.Tensor, torch.Tensor]
-# Layers of the CNN with the times that they took of a core (2 ranks on 2 cores, 2026-11-22), on a
-# device that leaves the core alone; half of the numbers in the first layer; and as many numbers in
-# equal layers.
-DEVICE = ((384, 0.0107, 0.0105), (18_624, 0.0088, 0.0093), (4_548_650, 0.0069, 0.0101))
-EARLY = ((2_280_000, 0.0107, 0.0105), (18_624, 0.0088, 0.0093), (2_280_000, 0.0069, 0.0101))
-EVEN = ((72_000, 0.0004, 0.001),) * 64
 
 
 def small_cnn() -> nn.Module:
@@ -51,7 +42,8 @@ class Residual(nn.Module):
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False),
-            *(nn.BatchNorm2d(outside), nn.ReLU()),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(),
             nn.Conv2d(outside, outside, 3, padding=1, bias=False),
             nn.BatchNorm2d(outside),
         )
@@ -94,7 +86,7 @@ class Case:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Draw batches for ever from samples that are in memory."""
+        """Draw batches endlessly from samples in memory."""
         inputs, targets = (_text if self.text else _images)()
         generator = torch.Generator().manual_seed(seed)
         while True:
@@ -119,10 +111,6 @@ def score(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> floa
 
 def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.02, momentum=0.9)
-
-
-def _plain(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.02)
 
 
 def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -151,10 +139,9 @@ CASES = {
     "resnet18": Case(ResNet18, 8, text=False, optimizer=_sgd),
     "gpt": Case(
         lambda: ByteTransformer(context=128, width=320, layers=8, heads=5),
-        *(2, True, _adamw),
+        batch=2,
+        text=True,
+        optimizer=_adamw,
     ),
     "tiny": Case(tiny_mlp, 64, text=False, optimizer=_sgd),
-    "device": Case(lambda: paced(*DEVICE), 64, text=False, optimizer=_plain),
-    "device-early": Case(lambda: paced(*EARLY), 64, text=False, optimizer=_plain),
-    "device-even": Case(lambda: paced(*EVEN), 64, text=False, optimizer=_plain),
 }

@@ -1,9 +1,6 @@
-"""Names of what is measured: contenders whose figures are kept, and what crosses."""
-
-__all__ = ["COMPUTE", "DDP", "OURS", "UNBOUNDED", "WIRES"]
+"""Names in bench tables: contenders whose figures are published, and wires."""
 
 COMPUTE = "compute only"
 OURS = "DASO Auto"
 DDP = "DDP, gloo"
-UNBOUNDED = "unbounded"
-WIRES = ("fp32", "bf16", "int8", "int4", "int2")  # of one exchange that is measured
+WIRES = ("fp32", "bf16", "int8", "int4", "int2")  # of the exchange bench

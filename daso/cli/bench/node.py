@@ -10,21 +10,20 @@ import torch
 import torch.distributed as dist
 
 from daso.cli.bench.rounds import over, take_turns
+from daso.comm.control import barrier, gather
 from daso.comm.node.shm import ShmNode
 from daso.comm.process_group import join_process_group
 from daso.comm.topology import Topology
 from daso.plan.layout import split
 from daso.plan.options import Exchange
 
-__all__ = ["Plan", "figures", "measure", "ratios", "table"]
-
-REPEATS = 10  # in a row: others would leave caches cold
+REPEATS = 10  # in a row, so that caches stay warm
 OURS, MPI, GLOO = "shared memory, in place", "MPI Allreduce", "gloo"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured.
+    """Case of the benchmark.
 
     Args:
         mebibytes: Size of the buffer, fp32.
@@ -36,7 +35,7 @@ class Plan:
 
 
 def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
-    """Average a buffer inside the node in every way in turn.
+    """Average a buffer inside the node with each method in turn.
 
     Collective over the world; blocking.
     """
@@ -47,33 +46,36 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     (bucket,) = node.row(numel, torch.float32, 1).cut([(0, numel)])
     bucket.flat.fill_(topology.rank)
     parts = split(numel, size)
-    mine, sums = torch.zeros(numel), torch.empty(numel)  # sums stay finite
+    values, sums = torch.zeros(numel), torch.empty(numel)  # sums stay finite
     join_process_group(topology, "gloo")
 
     def ours() -> None:
-        bucket.start(parts)
+        bucket.mark_ready(parts)
         bucket.wait_filled()
-        bucket.add()
-        bucket.deliver(size)
+        bucket.reduce()
+        bucket.publish(size)
         bucket.wait()
 
     kinds: dict[str, Callable[[], object]] = {
         OURS: ours,
-        MPI: lambda: world.Allreduce(mine.numpy(), sums.numpy()),
-        GLOO: lambda: dist.all_reduce(mine),
+        MPI: lambda: world.Allreduce(values.numpy(), sums.numpy()),
+        GLOO: lambda: dist.all_reduce(values),
     }
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for name in [*kinds, *take_turns(list(kinds), plan.rounds)]:
-        world.Barrier()
+        barrier(topology)
         start = time.perf_counter()
         for _ in range(REPEATS):
             kinds[name]()
         seconds[name].append((time.perf_counter() - start) / REPEATS)
-    everyones = world.allgather(seconds)
+    by_rank = gather(topology, seconds)
     node.free()
     dist.destroy_process_group()
     slowest = {
-        name: [max(times) for times in zip(*(one[name][1:] for one in everyones), strict=True)]
+        name: [
+            max(times)
+            for times in zip(*(rank_seconds[name][1:] for rank_seconds in by_rank), strict=True)
+        ]
         for name in kinds
     }
     rows = [
@@ -83,27 +85,29 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     return {"plan": asdict(plan), "nodes": list(topology.node_sizes), "rows": rows}
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """Return the rows as aligned lines."""
-    plan, ranks = found["plan"], found["nodes"][0]
+    plan, ranks = result["plan"], result["nodes"][0]
     lines = [
         f"{plan['mebibytes']:g} MiB of fp32 over {ranks} ranks of a node, medians of "
         f"{plan['rounds']} alternating rounds"
     ]
-    return "\n".join([*lines, *(f"{row['name']:<26}{row['ms']:>8.3f} ms" for row in found["rows"])])
+    return "\n".join(
+        [*lines, *(f"{row['name']:<26}{row['ms']:>8.3f} ms" for row in result["rows"])]
+    )
 
 
-def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the figure of the usual size, named as everywhere."""
-    if found["plan"]["mebibytes"] != 8:
+def figures(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figure of the default size, by name."""
+    if result["plan"]["mebibytes"] != 8:
         return {}
-    head = table(found).splitlines()[0]
-    value = next(row["ms"] for row in found["rows"] if row["name"] == OURS)
+    head = table(result).splitlines()[0]
+    value = next(row["ms"] for row in result["rows"] if row["name"] == OURS)
     return {"node_average_8mib_ms": {"value": value, "unit": "ms", "conditions": head}}
 
 
-def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return our seconds over those of MPI's Allreduce, one ratio of every round."""
-    seconds = {row["name"]: row["seconds"] for row in found["rows"]}
-    name = f"node_average_{found['plan']['mebibytes']:g}mib_over_mpi"
+def ratios(result: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return daso's seconds over those of MPI's Allreduce, one ratio per round."""
+    seconds = {row["name"]: row["seconds"] for row in result["rows"]}
+    name = f"node_average_{result['plan']['mebibytes']:g}mib_over_mpi"
     return {name: over(seconds[OURS], seconds[MPI])}

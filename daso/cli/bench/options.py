@@ -1,4 +1,4 @@
-"""What a bench was asked for, checked, and where it runs."""
+"""Options of a bench: checks, defaults, and the place where it runs."""
 
 import argparse
 import math
@@ -9,37 +9,18 @@ from typing import TYPE_CHECKING, Any, get_args
 from daso.cli.bench.names import WIRES
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import Algorithm
-from daso.predict.link_rate import parse_rate
+from daso.predict.links import parse_rate
 
 if TYPE_CHECKING:
     from daso.cli.bench.places import RankStarter
 
-__all__ = [
-    "algorithms",
-    "at_least_one",
-    "counts",
-    "links",
-    "measured",
-    "more_than_zero",
-    "named",
-    "nodes",
-    "numbers",
-    "places",
-    "rate",
-    "rates",
-    "rounds",
-    "settle_seconds",
-    "unequal",
-    "wires",
-]
-
 
 def links(chosen: argparse.Namespace, usual: str = "") -> list[str]:
-    """Return the links that were asked for, by commas."""
+    """Return the links of a comma-separated option."""
     from daso.cli.bench.places import HERE
 
-    found = [word.strip() for word in (chosen.link or usual).split(",")]
-    for link in found:
+    names = [word.strip() for word in (chosen.link or usual).split(",")]
+    for link in names:
         if link != HERE:
             parse_rate(link)
             if chosen.hosts is None:
@@ -47,18 +28,18 @@ def links(chosen: argparse.Namespace, usual: str = "") -> list[str]:
                     f"--link must be {HERE}, not {link}: hosts with links of a rate are made by "
                     f"scripts/bench, in the project's repository"
                 )
-    return found
+    return names
 
 
 def at_least_one(word: str) -> int:
-    """Return the whole number that a word says: 0 would be taken for an option left out."""
+    """Parse a whole number of at least 1; 0 would mean that the option is absent."""
     if not (word.isdecimal() and int(word) > 0):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {word!r}")
     return int(word)
 
 
 def more_than_zero(word: str) -> float:
-    """Return the number that a word says, as `at_least_one`."""
+    """Parse a number above 0; see `at_least_one`."""
     try:
         number = float(word)
     except ValueError:
@@ -69,7 +50,7 @@ def more_than_zero(word: str) -> float:
 
 
 def settle_seconds(chosen: argparse.Namespace, usual: float) -> float:
-    """Return the seconds before the first round: as asked for, which may be none at all."""
+    """Return the seconds before the first round, which may be 0."""
     if chosen.settle is None:
         return usual
     if not chosen.settle >= 0:
@@ -78,19 +59,19 @@ def settle_seconds(chosen: argparse.Namespace, usual: float) -> float:
 
 
 def rounds(chosen: argparse.Namespace) -> int:
-    """Return how many rounds were asked for."""
+    """Return the number of rounds."""
     return chosen.rounds or (3 if chosen.quick else 7)
 
 
 def named(names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse contenders that are not known."""
+    """Raise `ConfigError` for unknown contenders."""
     for name in names:
         if name not in known:
             raise ConfigError(f"--only must be one of {'; '.join(known)}, not {name!r}")
 
 
 def nodes(text: str) -> list[int]:
-    """Return the numbers of nodes that were asked for, by commas."""
+    """Return the numbers of nodes of a comma-separated option."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 1 for word in words):
         raise ConfigError(f"--nodes must be numbers from 2 up such as 2,3,4, not {text!r}")
@@ -98,46 +79,46 @@ def nodes(text: str) -> list[int]:
 
 
 def algorithms(text: str) -> list[Algorithm]:
-    """Return the algorithms of exchanges that were asked for, by commas."""
+    """Return the algorithms of a comma-separated option."""
     known = [name for name in get_args(Algorithm) if name != "mpi"]
-    found = [word.strip() for word in text.split(",")]
-    if not set(found) <= set(known):
+    names = [word.strip() for word in text.split(",")]
+    if not set(names) <= set(known):
         raise ConfigError(f"--algorithm must be of {', '.join(known)}, by commas, not {text!r}")
-    return [name for name in get_args(Algorithm) if name in found]
+    return [name for name in get_args(Algorithm) if name in names]
 
 
 def wires(text: str) -> list[str]:
-    """Return what crosses in exchanges that were asked for, by commas."""
-    found = [word.strip() for word in text.split(",")]
-    if not set(found) <= set(WIRES):
+    """Return the wires of a comma-separated option."""
+    names = [word.strip() for word in text.split(",")]
+    if not set(names) <= set(WIRES):
         raise ConfigError(f"--wire must be of {', '.join(WIRES)}, by commas, not {text!r}")
-    return [name for name in WIRES if name in found]
+    return [name for name in WIRES if name in names]
 
 
 def rates(name: str, text: str) -> list[float]:
-    """Return rates in bytes per second that were asked for in GB/s, by commas; 0: as it is."""
+    """Return rates in bytes per second of a comma-separated option in GB/s; 0 means unlimited."""
     try:
-        found = [float(word) for word in text.split(",")]
+        gigabytes = [float(word) for word in text.split(",")]
     except ValueError:
-        found = [-1.0]
-    if not all(0 <= one < float("inf") for one in found):
+        gigabytes = [-1.0]
+    if not all(0 <= speed < float("inf") for speed in gigabytes):
         raise ConfigError(f"--{name} must be GB/s such as 0,1,0.25, 0 for as it is, not {text!r}")
-    return [one * 1e9 for one in found]
+    return [speed * 1e9 for speed in gigabytes]
 
 
 def numbers(name: str, text: str) -> list[float]:
-    """Return numbers from 1 up that were asked for, by commas."""
+    """Return the numbers (at least 1) of a comma-separated option."""
     try:
-        found = [float(word) for word in text.split(",")]
+        values = [float(word) for word in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(1 <= one < 1e6 for one in found):
+        values = []
+    if not values or not all(1 <= value < 1e6 for value in values):
         raise ConfigError(f"--{name} must be numbers from 1 up such as 3,1.5, not {text!r}")
-    return found
+    return values
 
 
 def counts(name: str, text: str) -> list[int]:
-    """Return whole numbers from 1 up that were asked for, by commas."""
+    """Return the whole numbers (at least 1) of a comma-separated option."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise ConfigError(f"--{name} must be numbers such as 1,2, not {text!r}")
@@ -145,14 +126,14 @@ def counts(name: str, text: str) -> list[int]:
 
 
 def rate(link: str) -> float:
-    """Return the bits per second of a link; 0 where there is no limit."""
+    """Return the bits per second of a link; 0 if it is unlimited."""
     from daso.cli.bench.places import HERE
 
     return 0.0 if link in (HERE, "none") else float(parse_rate(link) or 0)
 
 
 def unequal(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return how links differ that hosts have, where the bench has options for that."""
+    """Return the options that make links of hosts differ, if the bench has them."""
     names = ("racks", "uplink", "slow_link")
     return {name: getattr(chosen, name) for name in names if name in chosen}
 
@@ -160,7 +141,7 @@ def unequal(chosen: argparse.Namespace) -> dict[str, Any]:
 def places(
     chosen: argparse.Namespace, links: Sequence[str], count: int
 ) -> Iterator[tuple["RankStarter", list[str]]]:
-    """Yield this machine and so many hosts, each with those of the links that it has."""
+    """Yield this machine and a cluster of hosts, each with the links to measure there."""
     from daso.cli.bench.places import HERE, Here
 
     if HERE in links:

@@ -1,4 +1,4 @@
-"""What each bench of the package runs, from its options: starts ranks, yields what they found."""
+"""Runners of the package's benches: start ranks from options, and yield results."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -8,25 +8,29 @@ from typing import Any
 from daso.cli.bench import options
 from daso.cli.bench.names import DDP, OURS
 
-__all__ = ["RUNS", "Measured"]
-
 # Contenders of --quick.
 QUICK = (OURS, DDP, "DDP, gloo, fp16", "PostLocalSGD, every 4")
 Measured = Iterator[tuple[dict[str, Any], str, dict[str, dict[str, Any]]]]
 
 
 def _train(chosen: argparse.Namespace) -> Measured:
-    from daso.cli.bench import train
-    from daso.cli.bench.third_party import EVERYBODY, installed, must_be_installed
+    from daso.cli.bench.baselines import CONTENDERS, can_run, check_can_run
 
-    links = options.links(chosen)
-    options.named(chosen.only or (), EVERYBODY)
-    must_be_installed(chosen.only or ())
-    usual = QUICK if chosen.quick else EVERYBODY
-    names = tuple(chosen.only or filter(installed, usual))
-    absent = [name for name in usual if not chosen.only and not installed(name)]
-    if absent:
-        print(f"not installed, so left out: {'; '.join(absent)}\n", flush=True)
+    options.named(chosen.only or (), CONTENDERS)
+    check_can_run(chosen.only or ())
+    names = chosen.only or filter(can_run, QUICK if chosen.quick else CONTENDERS)
+    yield from train(chosen, "daso.cli.bench.train", tuple(names))
+
+
+def train(chosen: argparse.Namespace, module: str, names: tuple[str, ...]) -> Measured:
+    """Run a bench of step times on each link.
+
+    Args:
+        chosen: Options of the command.
+        module: Module whose `measure` ranks call.
+        names: Contenders.
+    """
+    from daso.cli.bench import train
 
     def plan(link: str) -> dict[str, Any]:
         seconds = chosen.seconds or (3 if chosen.quick else 8)
@@ -35,10 +39,11 @@ def _train(chosen: argparse.Namespace) -> Measured:
             train.Plan(chosen.model, names, options.rounds(chosen), seconds, settle, link)
         )
 
-    for one in options.measured(
-        chosen, "daso.cli.bench.train", links, [chosen.nodes], plan, chosen.ranks_per_node
+    links = options.links(chosen)
+    for result in options.measured(
+        chosen, module, links, [chosen.nodes], plan, chosen.ranks_per_node
     ):
-        yield one, train.table(one) + "\n", train.figures(one)
+        yield result, train.table(result) + "\n", train.figures(result)
 
 
 def _exchange(chosen: argparse.Namespace) -> Measured:
@@ -60,8 +65,8 @@ def _exchange(chosen: argparse.Namespace) -> Measured:
             )
         )
 
-    for one in options.measured(chosen, "daso.cli.bench.exchange", links, nodes, plan, 1):
-        yield one, exchange.table(one) + "\n", exchange.figures(one)
+    for result in options.measured(chosen, "daso.cli.bench.exchange", links, nodes, plan, 1):
+        yield result, exchange.table(result) + "\n", exchange.figures(result)
 
 
 def _node(chosen: argparse.Namespace) -> Measured:
@@ -69,8 +74,8 @@ def _node(chosen: argparse.Namespace) -> Measured:
     from daso.cli.bench.places import run_here
 
     plan = asdict(node.Plan(chosen.mebibytes, chosen.rounds or (20 if chosen.quick else 100)))
-    one = run_here("daso.cli.bench.node", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
-    yield one, node.table(one), node.figures(one)
+    result = run_here("daso.cli.bench.node", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
+    yield result, node.table(result), node.figures(result)
 
 
 RUNS: Mapping[str, Callable[[argparse.Namespace], Measured]] = {

@@ -1,4 +1,4 @@
-"""Step times of ways to train the same model, on the same link and in the same run."""
+"""Step times of training methods for the same model, on the same link and in the same run."""
 
 import math
 import statistics
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from daso.cli.bench.baselines import INSIDE, ORDERS, Contender, Make
-from daso.cli.bench.models import CASES, Batch
+from daso.cli.bench.baselines import CONTENDERS, Contender, Make
+from daso.cli.bench.models import CASES, Batch, Case
 from daso.cli.bench.names import COMPUTE, DDP, OURS
 from daso.cli.bench.rounds import (
     Clock,
@@ -20,27 +20,25 @@ from daso.cli.bench.rounds import (
     sent_bytes,
     take_turns,
 )
-from daso.cli.bench.third_party import EVERYBODY
+from daso.comm.control import barrier, gather
 from daso.comm.process_group import join_process_group
 from daso.comm.topology import Topology
 
-__all__ = ["Plan", "figures", "measure", "ratios", "table"]
-
-MOST = 6  # times as many steps as planned may be taken until a round can end
+MOST = 6  # times the planned steps: limit on waiting for the end of a round
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured.
+    """Case of the benchmark.
 
     Args:
         model: One of `CASES`.
         names: Contenders besides compute only.
-        rounds: Of every contender.
-        seconds: That a round lasts, at least.
-        settle: Seconds of training before the first round, for schedules to find their place; 0:
-            rounds begin with the first batch.
-        link: For people.
+        rounds: Rounds of every contender.
+        seconds: Minimum duration of a round.
+        settle: Seconds of training before the first round, in which schedules settle; 0: rounds
+            begin with the first batch.
+        link: Label of the link in tables.
     """
 
     model: str
@@ -52,45 +50,49 @@ class Plan:
 
 
 def measure(
-    plan: Plan, topology: Topology, more: Mapping[str, Make] | None = None
+    plan: Plan,
+    topology: Topology,
+    more: Mapping[str, Make] | None = None,
+    cases: Mapping[str, Case] | None = None,
 ) -> dict[str, Any]:
     """Train with all contenders in turn, and with compute only before and after every turn.
 
     Args:
-        plan: What is measured.
+        plan: Case of the benchmark.
         topology: All ranks.
-        more: Contenders beside those of the package.
+        more: Contenders besides those of the package.
+        cases: Models besides those of the package.
 
     Collective over the world; blocking.
     """
     torch.set_num_threads(1)
-    case = CASES[plan.model]
+    case = {**CASES, **(cases or {})}[plan.model]
     batches = case.batches(topology.rank)
     names = [COMPUTE, *(name for name in plan.names if name != COMPUTE)]
     join_process_group(topology, "gloo")
-    makers = {**EVERYBODY, **ORDERS, **INSIDE, **(more or {})}
+    makers = {**CONTENDERS, **(more or {})}
     contenders = {name: makers[name](case, topology) for name in names}
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     steps = {name: 1 for name in names}
     for name, contender in contenders.items():
         if plan.settle == 0 and name != COMPUTE:
-            steps[name] = steps[COMPUTE]  # of which it has taken none yet
+            steps[name] = steps[COMPUTE]  # its own step time is unknown yet
             continue
-        # Who has no schedule has nothing to find. The last says how many steps a round has.
+        # Only contenders with a schedule settle. The last run gives the steps of a round.
         settle = (plan.settle,) if contender.report() else ()
         for seconds in (0.0, *settle, plan.seconds):
-            found = _run(contender, batches, topology, steps[name])
-            steps[name] = max(1, math.ceil((seconds or 1.0) / found.seconds))
+            warmup = _run(contender, batches, topology, steps[name])
+            steps[name] = max(1, math.ceil((seconds or 1.0) / warmup.seconds))
 
     def turn(name: str) -> Round:
         return _run(contenders[name], batches, topology, steps[name])
 
     rounds[COMPUTE].append(turn(COMPUTE))
     for name in take_turns(names[1:], plan.rounds):
-        found = turn(name)
+        measured = turn(name)
         before, after = rounds[COMPUTE][-1], turn(COMPUTE)
         base = (before.seconds + after.seconds) / 2
-        rounds[name].append(replace(found, base_seconds=base))
+        rounds[name].append(replace(measured, base_seconds=base))
         rounds[COMPUTE].append(after)
     rows = [_row(name, rounds, contenders[name]) for name in names]
     parameters = sum(p.numel() for p in contenders[COMPUTE].model.parameters())
@@ -107,20 +109,19 @@ def measure(
 
 
 def _run(contender: Contender, batches: Iterator[Batch], topology: Topology, least: int) -> Round:
-    """Train for so many steps, and until the contender is where it began; as long on all ranks."""
-    world = topology.world_comm
-    contender.wake()
+    """Train at least `least` steps, until a round may end; the same number on all ranks."""
+    contender.begin_round()
     exposed, sent = contender.report().get("exposed_seconds", 0.0), sent_bytes(topology)
-    world.Barrier()
+    barrier(topology)
     clock, steps = Clock(), 0
-    while steps < least or (steps < MOST * least and not contender.settled()):
+    while steps < least or (steps < MOST * least and not contender.may_end_round()):
         contender.step(next(batches))
         steps += 1
     wall, cpu = clock.read()
     exposed = contender.report().get("exposed_seconds", 0.0) - exposed
-    rows = world.allgather((wall, cpu, exposed))
-    contender.rest()
-    world.Barrier()
+    rows = gather(topology, (wall, cpu, exposed))
+    contender.drain()
+    barrier(topology)
     after = sent_bytes(topology)
     seconds = max(wall for wall, _, _ in rows) / steps
     return Round(
@@ -130,40 +131,40 @@ def _run(contender: Contender, batches: Iterator[Batch], topology: Topology, lea
         nbytes=None if after is None or sent is None else (after - sent) / steps,
         exposed_seconds=max(exposed for _, _, exposed in rows) / steps,
         base_seconds=seconds,
-        whole=contender.settled(),
+        whole=contender.may_end_round(),
     )
 
 
 def _row(name: str, rounds: Mapping[str, Sequence[Round]], contender: Contender) -> dict[str, Any]:
-    mine = rounds[name]
+    own_rounds = rounds[name]
     return {
         "name": name,
-        "step_ms": 1e3 * median_of(mine, "seconds"),
-        "over_compute": median_of(mine, "ratio"),
-        "cpu_ms": 1e3 * median_of(mine, "cpu_seconds"),
-        "exposed_ms": 1e3 * median_of(mine, "exposed_seconds"),
-        "mbytes": None if mine[0].nbytes is None else median_of(mine, "nbytes") / 1e6,
-        "rounds": [asdict(one) for one in mine],
+        "step_ms": 1e3 * median_of(own_rounds, "seconds"),
+        "over_compute": median_of(own_rounds, "ratio"),
+        "cpu_ms": 1e3 * median_of(own_rounds, "cpu_seconds"),
+        "exposed_ms": 1e3 * median_of(own_rounds, "exposed_seconds"),
+        "mbytes": None if own_rounds[0].nbytes is None else median_of(own_rounds, "nbytes") / 1e6,
+        "rounds": [asdict(measured) for measured in own_rounds],
         "report": dict(contender.report()),
     }
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """Return the rows as aligned lines."""
-    plan = found["plan"]
+    plan = result["plan"]
     head = (
-        f"{plan['model']}, {found['parameters'] / 1e6:.2f} M parameters, batch {found['batch']}, "
-        f"nodes of {', '.join(map(str, found['nodes']))} ranks, link {plan['link']}, medians of "
+        f"{plan['model']}, {result['parameters'] / 1e6:.2f} M parameters, batch {result['batch']}, "
+        f"nodes of {', '.join(map(str, result['nodes']))} ranks, link {plan['link']}, medians of "
         f"{plan['rounds']} alternating rounds of {plan['seconds']:g} s, {_since(plan['settle'])}"
     )
     columns = f"{'':<26}{'ms/step':>10}{'x compute':>11}{'exposed':>9}{'CPU ms':>9}{'MB/step':>9}"
     lines = [head, columns]
-    for row in found["rows"]:
+    for row in result["rows"]:
         ours = row["report"]
         exposed = f"{row['exposed_ms']:.2f}" if "exposed_seconds" in ours else "-"
         sent = "-" if row["mbytes"] is None else f"{row['mbytes']:.3f}"
         chosen = _chosen(ours) if ours.get("skip_history") else ""
-        cut = sum(not one["whole"] for one in row["rounds"])
+        cut = sum(not measured["whole"] for measured in row["rounds"])
         chosen += f", {cut} rounds cut an exchange" if cut else ""
         lines.append(
             f"{row['name']:<26}{_ms(row['step_ms']):>10}{row['over_compute']:>11.3f}{exposed:>9}"
@@ -178,7 +179,7 @@ def _since(settle: float) -> str:
 
 def _chosen(report: Mapping[str, Any]) -> str:
     _, skip, wait = report["skip_history"][-1]
-    wire = report.get("wire")  # recorded runs of before 2026-11-22 have none
+    wire = report.get("wire")  # recordings made before 2026-11-22 have none
     return f"  skip {skip}, wait {wait}" + (f", {wire}" if wire else "")
 
 
@@ -186,40 +187,45 @@ def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.{1 if milliseconds >= 10 else 3}f}"
 
 
-def _where(found: Mapping[str, Any]) -> str:
-    """Return how figures of this model and link end."""
-    model, link = found["plan"]["model"], found["plan"]["link"]
+def _where(result: Mapping[str, Any]) -> str:
+    """Return the suffix of figures of this model and link."""
+    model, link = result["plan"]["model"], result["plan"]["link"]
     if (model, link) == ("tiny", "none"):
         return "no_gain"
     return str(link if model == "cnn" else f"{model}_{link}")
 
 
-def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the figures of this link, named as everywhere."""
+def figures(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figures of this link, by name."""
     named = {OURS: "step_ratio", DDP: "step_ratio_ddp"}
-    head = table(found).splitlines()[0]
+    head = table(result).splitlines()[0]
     return {
-        f"{named[row['name']]}_{_where(found)}": {
+        f"{named[row['name']]}_{_where(result)}": {
             "value": row["over_compute"],
             "unit": "ratio of step times, over compute only",
             "conditions": f"{row['name']}: {head}",
         }
-        for row in found["rows"]
+        for row in result["rows"]
         if row["name"] in named
     }
 
 
-def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the ratios behind the figures, one of every round; DASO's over DDP's too, if taken."""
-    seconds = {row["name"]: [one["seconds"] for one in row["rounds"]] for row in found["rows"]}
-    bases = {row["name"]: [one["base_seconds"] for one in row["rounds"]] for row in found["rows"]}
+def ratios(result: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the per-round ratios behind the figures; DASO over DDP too, if both were measured."""
+    seconds = {
+        row["name"]: [measured["seconds"] for measured in row["rounds"]] for row in result["rows"]
+    }
+    bases = {
+        row["name"]: [measured["base_seconds"] for measured in row["rounds"]]
+        for row in result["rows"]
+    }
     pairs = {
         "step_ratio": (seconds.get(OURS), bases.get(OURS)),
         "step_ratio_ddp": (seconds.get(DDP), bases.get(DDP)),
         "step_ratio_over_ddp": (seconds.get(OURS), seconds.get(DDP)),
     }
     return {
-        f"{name}_{_where(found)}": over(mine, other)
-        for name, (mine, other) in pairs.items()
-        if mine is not None and other is not None
+        f"{name}_{_where(result)}": over(own, other)
+        for name, (own, other) in pairs.items()
+        if own is not None and other is not None
     }

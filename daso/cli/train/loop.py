@@ -1,4 +1,4 @@
-"""The training loop of `daso train`, in the order things happen."""
+"""Training loop of `daso train`, in the order of execution."""
 
 import hashlib
 import logging
@@ -18,7 +18,7 @@ from daso.cli.train.config import Config
 from daso.cli.train.report import Progress, RunFolder, closing_table, versions
 from daso.cli.train.resume import Point, Run, Saver
 from daso.cli.train.task import Task, evaluate, loss_of, make_optimizer, make_outer, make_task
-from daso.comm.collectives import gather
+from daso.comm.control import gather
 from daso.comm.topology import Regrouped, Topology
 from daso.comm.world import init
 from daso.data import ShardedSampler
@@ -27,19 +27,17 @@ from daso.errors import ConfigError, DasoError, DataError
 from daso.timeline.recording import Recording
 from daso.train.optimizer import DASO
 
-__all__ = ["digest", "train"]
-
 logger = logging.getLogger("daso")
 
 
-class Stopped(Exception):  # noqa: N818 - no error: the run was asked to end, and is saved
+class Stopped(Exception):  # noqa: N818 - no error: a signal ended the run, which is saved
     """Ends the loop after a step, on all ranks."""
 
 
 def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     """Train one model on all ranks of the world.
 
-    A job that was started anew goes on from its newest checkpoint by itself.
+    A restarted job resumes from its newest checkpoint automatically.
 
     Collective over the world; blocking.
     """
@@ -54,7 +52,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     stop = StopRequest(run.topology, signals=_signals(), timeout_seconds=timeout_seconds)
     try:
         with stop, _recorded(run, point) as recording:
-            _join(run, point, saver)
+            _join(run, point)
             try:
                 summary = _train(run, point, saver, folder, stop, recording)
             except Stopped:
@@ -71,15 +69,13 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     return summary
 
 
-def _join(run: Run, point: Point, saver: Saver) -> None:
-    """Wait, on a spare rank, until it is needed, and go on where the others are."""
+def _join(run: Run, point: Point) -> None:
+    """Wait, on a spare rank, until it is needed, and continue at the others' position."""
 
     def follow(world: Regrouped) -> None:
-        epoch, total, mark = world.first((point.epoch, point.total.cpu(), saver.mark))
+        epoch, total = world.first((point.epoch, point.total.cpu()))
         if world.is_new:
             point.epoch, point.total = epoch, total
-            if mark:
-                saver.know(mark)
 
     run.topology.on_regroup(follow)
     if run.topology.is_spare:
@@ -87,17 +83,19 @@ def _join(run: Run, point: Point, saver: Saver) -> None:
 
 
 def _signals() -> list[signal.Signals]:
-    """List what asks the run to end: SLURM sends SIGTERM to a job that it preempts or cancels."""
+    """List the signals that end a run; SLURM sends SIGTERM before it preempts or cancels a job."""
     return [signal.SIGUSR1, signal.SIGTERM] if slurm_job() else [signal.SIGUSR1]
 
 
 def _recorded(run: Run, point: Point) -> AbstractContextManager[Recording | None]:
-    """Return what records every rank, where that is asked for; a run that goes on begins anew."""
+    """Return the recording of all ranks, or None without ``trace``; a resume starts another."""
     config, first = run.config, run.topology.rank == 0
     if not config.trace:
         return nullcontext()
     if run.topology.world_size == 1:
-        logger.warning("trace=true records what ranks do together, but there is one: nothing is")
+        logger.warning(
+            "trace=true records several ranks, but this run has one: nothing is recorded"
+        )
         return nullcontext()
     name = FILE if point.resumed is None else FILE.replace(".", f"-{point.step}.")
     if first and point.resumed is None:
@@ -108,13 +106,13 @@ def _recorded(run: Run, point: Point) -> AbstractContextManager[Recording | None
 
 
 def _marked(run: Run, recording: Recording | None) -> Recording | None:
-    """Write what was recorded; return None where that cannot be: training goes on without."""
+    """Write the recording and return it; return None if that fails."""
     if recording is not None:
         try:
             recording.mark()
         except ConfigError as error:  # on every rank
             if run.topology.rank == 0:
-                logger.warning("training goes on without its recording: %s", error)
+                logger.warning("training continues without its recording: %s", error)
             return None
     return recording
 
@@ -179,7 +177,7 @@ def _prepare(config: Config, topology: Topology) -> Run:
         policy=config.policy(),
         wire=settings.wire,
         merge=settings.merge,
-        outer=make_outer(config.exchange),
+        outer=make_outer(config),
         exchange=settings.exchange,
         gradients=settings.gradients,
     )
@@ -187,7 +185,7 @@ def _prepare(config: Config, topology: Topology) -> Run:
 
 
 def _device(config: Config, topology: Topology) -> torch.device:
-    """Return where this rank trains; raise on all ranks alike where one lacks what it is told."""
+    """Return this rank's device; raise on all ranks if any lacks it."""
     device = torch.device("cpu") if config.device == "cpu" else topology.device
     problem = None
     if config.device == "cuda" and device.type != "cuda":
@@ -197,7 +195,7 @@ def _device(config: Config, topology: Topology) -> torch.device:
 
 
 def _load(config: Config, topology: Topology) -> Task:
-    """Load the data on every rank, or fail on all with the same error."""
+    """Load the data on every rank; raise the same error on all ranks if any fails."""
     task, problem = None, None
     try:
         task = make_task(config.data)
@@ -223,12 +221,12 @@ def _open_folder(run: Run, point: Point, saver: Saver) -> RunFolder | None:
 
 
 def _inherited(run: Run) -> RunFolder | None:
-    """Return the run folder where this rank is the first now, since that one was lost."""
+    """Return the run folder if this rank replaces a lost rank 0; else None."""
     if run.topology.rank > 0:
         return None
     try:
         return RunFolder(run.config.folder, tensorboard=run.config.tensorboard, resume=True)
-    except ConfigError as error:  # the others train on; so does this one
+    except ConfigError as error:  # training continues, as on the other ranks
         logger.warning("nothing more is written: %s", error)
         return None
 
@@ -255,8 +253,8 @@ def _greet(run: Run, point: Point, folder: RunFolder | None, progress: Progress)
     }
     if times := restarts():
         what["restarts"] = times
-        who = f"SLURM started job {slurm_job()}" if slurm_job() else "the job was started"
-        progress.line(f"{who} anew: restart {times}")
+        start = f"SLURM restarted job {slurm_job()}" if slurm_job() else "the job was restarted"
+        progress.line(f"{start}: restart {times}")
     if point.resumed is None:
         folder.event("start", **what)
         return
@@ -266,9 +264,9 @@ def _greet(run: Run, point: Point, folder: RunFolder | None, progress: Progress)
 
 
 def _steps(run: Run, point: Point, saver: Saver, progress: Progress) -> Iterator[None]:
-    """Train what is left of an epoch, step by step."""
+    """Train the rest of an epoch, step by step."""
     run.sampler.set_epoch(point.epoch)
-    # A generator of its own: a loader draws when it begins, which a resumed epoch does once more.
+    # A separate generator: a loader draws a number at its start, again in a resumed epoch.
     own = torch.Generator()
     pinned = run.device.type == "cuda"
     loader = DataLoader(run.task.train, batch_sampler=run.sampler, generator=own, pin_memory=pinned)
@@ -281,7 +279,7 @@ def _steps(run: Run, point: Point, saver: Saver, progress: Progress) -> Iterator
         point.total = point.total.to(run.device) + loss.detach()
         point.step += 1
         progress.step()
-        yield  # where the step is counted; a rank that joins while others save has counted it too
+        yield  # the step is counted; also on a rank that joins while others save
         saver.after_step(point)
 
 
@@ -299,26 +297,26 @@ def _leave(
     progress: Progress,
     number: signal.Signals,
 ) -> None:
-    """Save and end the loop."""
+    """Save, and end the loop."""
     saver.save(point)
     saver.finish()
     if folder is not None:
         folder.event("stopped", step=point.step, signal=number.name)
-        progress.line(f"{number.name}: saved at step {point.step}, to go on from there")
+        progress.line(f"{number.name}: saved at step {point.step}; continue with --resume")
     raise Stopped
 
 
 def _score(run: Run) -> float:
-    """Return the share of right answers on the test data, counted by all ranks together."""
+    """Return the accuracy on the test data, over all ranks."""
     counts = run.optimizer.together(lambda: _counts(run))
     return float(sum(right for right, _ in counts) / sum(total for _, total in counts))
 
 
 def _counts(run: Run) -> list[tuple[int, int]]:
-    """Return right answers and all answers of each rank's share of the test data."""
+    """Return (correct, total) counts of each rank's share of the test data."""
     rank_info = run.topology.rank_info
-    mine = evaluate(run.task.model, run.task.test, rank=rank_info.rank, size=rank_info.world_size)
-    return gather(run.topology, mine, run.config.exchange.timeout_seconds)
+    share = evaluate(run.task.model, run.task.test, rank=rank_info.rank, size=rank_info.world_size)
+    return gather(run.topology, share, run.config.exchange.timeout_seconds)
 
 
 def _tell(
@@ -343,7 +341,7 @@ def _tell(
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Return a hash of all parameters and buffers, bit for bit."""
+    """Return a hash of the bits of all parameters and buffers."""
     hasher = hashlib.sha256()
     for tensor in model.state_dict().values():
         hasher.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -353,8 +351,8 @@ def digest(model: torch.nn.Module) -> str:
 def _summary(run: Run, point: Point, figures: dict[str, float]) -> dict[str, Any]:
     report: Mapping[str, Any] = run.optimizer.report()
     rank_info = run.topology.rank_info
-    mine = (report["global_bytes_sent"], report["exposed_seconds"])
-    reports = gather(run.topology, mine, run.config.exchange.timeout_seconds)
+    own = (report["global_bytes_sent"], report["exposed_seconds"])
+    reports = gather(run.topology, own, run.config.exchange.timeout_seconds)
     model = digest(run.task.model)
     chosen = ("exchanges", "dropped", "skip_history", "skip_because", "wire", "merge", "policy")
     return {

@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: log.jsonl, summary.json, progress and the closing table."""
+"""Output of a run: log.jsonl, summary.json, progress and the closing table."""
 
 import fcntl
 import itertools
@@ -19,16 +19,14 @@ from daso.errors import ConfigError
 from daso.strict import strict_json
 from daso.version import __version__
 
-__all__ = ["Progress", "RunFolder", "closing_table", "versions"]
-
 logger = logging.getLogger("daso")
 
-SCHEMA = 1  # of log.jsonl; goes up when a field changes its meaning
+SCHEMA = 1  # of log.jsonl; raised when a field changes its meaning
 
 
 def versions(mpi: str) -> dict[str, str]:
     """Return the versions that a result depends on."""
-    import torch  # not where commands are parsed; its own word names the build
+    import torch  # here, as parsing a command must be quick; its __version__ names the build
 
     installed = {name: version(name) for name in ("mpi4py", "numpy")}
     return {
@@ -42,28 +40,28 @@ def versions(mpi: str) -> dict[str, str]:
 
 
 def commit_of(folder: Path) -> dict[str, str]:
-    """Return the commit that a checkout is of, as ``commit``; nothing outside one."""
+    """Return the commit of a checkout as ``commit``; empty outside a checkout."""
     git = ["git", "-C", str(folder)]
     try:
-        if not _said([*git, "ls-files", "."]):  # installed into an environment in a checkout
+        if not _output([*git, "ls-files", "."]):  # installed into an environment in a checkout
             return {}
-        return {"commit": _said([*git, "describe", "--always", "--dirty", "--abbrev=12"])}
+        return {"commit": _output([*git, "describe", "--always", "--dirty", "--abbrev=12"])}
     except (OSError, subprocess.SubprocessError):  # no git, or no checkout
         return {}
 
 
-def _said(words: Sequence[str]) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
-    return done.stdout.strip()
+def _output(words: Sequence[str]) -> str:
+    process = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+    return process.stdout.strip()
 
 
 class RunFolder:
     """The folder of one run; only world rank 0 makes one.
 
     Args:
-        path: The folder; made with its parents. That of an earlier run is kept under another name.
+        path: The folder, created with its parents. The folder of an earlier run is renamed.
         tensorboard: Write TensorBoard files of the same numbers.
-        resume: Go on with the files of a run that was cut off, instead.
+        resume: Continue the files of an interrupted run instead.
 
     Raises:
         ConfigError: The folder cannot be written, or TensorBoard is not installed.
@@ -71,7 +69,7 @@ class RunFolder:
 
     def __init__(self, path: Path, *, tensorboard: bool = False, resume: bool = False) -> None:
         self.path, self._whole = path, True
-        writer = _find_tensorboard() if tensorboard else None  # before anything is moved
+        writer = _find_tensorboard() if tensorboard else None  # before a folder is renamed
         try:
             if not resume:
                 _keep_earlier(path)
@@ -94,7 +92,7 @@ class RunFolder:
             raise
 
     def event(self, kind: str, **what: object) -> None:
-        """Write one event as one line; where that fails, say so once: training goes on."""
+        """Write an event as a line of JSON; log the first failure, and continue."""
         line = {"schema": SCHEMA, "time": time.time(), "event": kind, **what}
         with self._noted():
             self._log.write(strict_json(line) + "\n")
@@ -106,7 +104,7 @@ class RunFolder:
                         self._board.add_scalar(key, value, what["step"])
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, whole or not at all; where that fails, print it."""
+        """Write summary.json atomically; print it if that fails."""
         text, part = strict_json(summary, indent=2) + "\n", self.path / "summary.json.part"
         try:
             part.write_text(text, encoding="utf-8")
@@ -125,7 +123,7 @@ class RunFolder:
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Let what is written to disk fail without ending the run."""
+        """Log the first failed write inside the context instead of raising it."""
         try:
             yield
         except (OSError, ValueError) as error:  # ValueError: of a file that is closed
@@ -135,23 +133,23 @@ class RunFolder:
         if self._whole:
             self._whole = False
             why = getattr(error, "strerror", None) or error
-            logger.warning("%s: %s; training goes on without its log", self.path, why)
+            logger.warning("%s: %s; training continues without its log", self.path, why)
 
 
 def _keep_earlier(path: Path) -> None:
-    """Give the folder of an earlier run another name, and say so; nothing of it is lost."""
+    """Rename the folder of an earlier run, and log the new name."""
     log = path / "log.jsonl"
     if not log.exists() or not log.stat().st_size:
         return
-    _open_log(log).close()  # nobody writes to it
+    _open_log(log).close()  # raises if another process writes to it
     names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
-    kept = next(name for name in names if not name.exists())
-    path.rename(kept)
-    logger.warning("%s was of an earlier run, which is %s now", path, kept)
+    renamed = next(name for name in names if not name.exists())
+    path.rename(renamed)
+    logger.warning("%s held an earlier run, which is %s now", path, renamed)
 
 
 def _open_log(path: Path) -> TextIO:
-    """Open a run's log, which is this process's alone until it is closed."""
+    """Open a run's log with an exclusive lock until it is closed."""
     log = path.open("a", encoding="utf-8")
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,13 +161,13 @@ def _open_log(path: Path) -> TextIO:
         ) from error
     except OSError:  # a file system without locks
         pass
-    # A run that was killed may leave half a line.
+    # A killed run may leave half a line.
     log.truncate(path.read_bytes().rfind(b"\n") + 1)
     return log
 
 
 def _find_tensorboard() -> Any:
-    """Return what writes TensorBoard's files; raise where that is not installed."""
+    """Return TensorBoard's writer; raise if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -180,10 +178,10 @@ def _find_tensorboard() -> Any:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows how far a run is: a bar on a terminal where rich is installed, plain lines elsewhere.
+    """Shows the progress of a run: a bar on a terminal with rich installed, else plain lines.
 
     Args:
-        steps: Steps in all.
+        steps: Total number of steps.
         shown: False on all ranks but one.
     """
 
@@ -208,17 +206,17 @@ class Progress(AbstractContextManager["Progress"]):
             self._bar.stop()
 
     def step(self, steps: int = 1) -> None:
-        """So many more steps are done."""
+        """Advance by ``steps``."""
         if self._bar is not None:
             self._bar.advance(self._task, steps)
 
     def until(self, steps: int) -> None:
-        """Set the number of steps in all, which changes where ranks are lost."""
+        """Set the total number of steps, which changes if ranks are lost."""
         if self._bar is not None:
             self._bar.update(self._task, total=steps)
 
     def line(self, text: str) -> None:
-        """Show a line, above the bar where there is one."""
+        """Show a line, above the bar if any."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self.shown:

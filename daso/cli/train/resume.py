@@ -1,7 +1,5 @@
-"""What a checkpoint of `daso train` holds, and how a run goes on from one."""
+"""Checkpoints of `daso train`: their content, and resuming a run."""
 
-import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,21 +8,17 @@ from typing import Any
 import torch
 
 from daso.checkpoint.files import cause, write_whole
-from daso.checkpoint.neighbours import NeighbourCopies
 from daso.checkpoint.rng import rng_state, set_rng_state
 from daso.checkpoint.state import Checkpoints, Loaded
 from daso.cli.train.config import Config
 from daso.cli.train.task import Task
-from daso.comm.collectives import first_value
+from daso.comm.control import broadcast, gather
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler
-from daso.environment import path_of
 from daso.errors import CheckpointError, ConfigError
 from daso.train.optimizer import DASO
 
-__all__ = ["Point", "Run", "Saver"]
-
-# Settings that may differ when a run goes on; any other makes it another run.
+# Settings that may differ when a run resumes; any other makes it another run.
 FREE = {
     "name",
     "runs",
@@ -39,18 +33,14 @@ FREE = {
     "checkpoint.background",
     "checkpoint.every",
     "checkpoint.keep",
-    "checkpoint.memory_every",
-    "checkpoint.memory_folder",
 }
 
-
-MARK = "memory-mark"  # in a run's folder: how hosts know its copies
-JOB = "job"  # whose run it is, a name a line
+JOB = "job"  # file in a run's folder: names of its job, one per line
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The parts of a run, on this rank."""
+    """Components of a run, on this rank."""
 
     config: Config
     topology: Topology
@@ -66,33 +56,32 @@ class Run:
 
     @property
     def data(self) -> dict[str, Any]:
-        """Which data it became, and how much."""
+        """Name and size of the loaded data set."""
         return {"name": self.task.data, "samples": self.task.train_length}
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run went on, and from what."""
+    """Checkpoint from which a run resumed."""
 
     step: int
     saved_by: int  # ranks
     same_world: bool
     refused: tuple[str, ...]  # newer checkpoints, and why
-    in_memory: bool  # of hosts, no checkpoint in a folder
 
 
 @dataclass(slots=True)
 class Point:
-    """How far a run is, on this rank."""
+    """Progress of a run, on this rank."""
 
     step: int
     epoch: int
-    total: torch.Tensor  # of the losses in the epoch
+    total: torch.Tensor  # sum of the losses in the epoch
     resumed: Resumed | None = None
 
 
 class Saver:
-    """Saves a run as it goes, and takes it up from where it was saved.
+    """Saves checkpoints of a run, and resumes it from the newest one.
 
     Args:
         run: The run; `resume` changes its parts.
@@ -109,73 +98,50 @@ class Saver:
             keep=checkpoint.keep,
             timeout_seconds=run.config.exchange.timeout_seconds,
         )
-        self.mark = ""  # of the run's copies in memory; none where it has none
-        self._copies: NeighbourCopies | None = None
 
     def open(self, *, resume: bool, restarted: Iterable[str] = ()) -> Point:
-        """Return where the run begins.
+        """Return the point from which the run starts.
 
         Args:
-            resume: Go on from the newest checkpoint.
-            restarted: Names of the job where it was started again, as `job_names` has them: it
-                goes on from what it saved itself.
+            resume: Resume from the newest checkpoint.
+            restarted: Names of a restarted job, as in `job_names`; it resumes from its own
+                checkpoints.
 
         Collective over the world; blocking.
         """
-        if self._run.topology.is_spare:  # it is told, once it is needed
+        if self._run.topology.is_spare:  # it gets the point once it is needed
             return Point(0, 0, torch.zeros(()))
-        # Each of torchrun's agents counts its own.
-        named = set().union(*self._run.topology.world_comm.allgather(set(restarted)))
-        own = named & set(self._told_by_rank_0(_read(self._run.config.folder / JOB)).split("\n"))
-        keeps = self._run.config.checkpoint.memory_every > 0
-        if keeps and (mark := self._told_by_rank_0(_read(self._run.config.folder / MARK))):
-            self.know(mark)
-        again = bool(own) and (bool(self._checkpoints.steps()) or self._has_copies())
-        begins = not (resume or again)
-        point = self.start() if begins else self.resume()
-        if keeps and (begins or not self.mark):
-            self.know(self._told_by_rank_0(secrets.token_hex(6)))
-        return point
-
-    def _told_by_rank_0(self, text: str) -> str:
-        return first_value(self._run.topology, text, self._run.config.exchange.timeout_seconds)
+        # Each of torchrun's agents counts its restarts separately.
+        limit = self._run.config.exchange.timeout_seconds
+        named = set().union(*gather(self._run.topology, set(restarted), limit))
+        recorded = broadcast(self._run.topology, _read(self._run.config.folder / JOB), limit)
+        own = named & set(recorded.split("\n"))
+        if resume or (own and self._checkpoints.steps()):
+            return self.resume()
+        return self.start()
 
     def note(self, names: Iterable[str]) -> None:
-        """Write down, in the run's folder, whose it is, and how hosts know its copies.
+        """Write the names of the job into the run's folder.
 
         Args:
-            names: Of the job, as `job_names` has them.
+            names: Names of the job, as in `job_names`.
 
         Raises:
-            ConfigError: It cannot be written.
+            ConfigError: The file cannot be written.
 
         Does not communicate.
         """
         path = self._run.config.folder / JOB
         try:
             write_whole(path, "\n".join(sorted(names)).encode(errors="surrogateescape"))
-            if self.mark:
-                path = self._run.config.folder / MARK
-                write_whole(path, self.mark.encode())
         except OSError as error:
             raise ConfigError(
                 f"a run folder must be writable, but {cause(path, error)}; make room there, or "
                 f"choose another --runs=FOLDER"
             ) from error
 
-    def know(self, mark: str) -> None:
-        """Keep copies in memory under a mark, as all ranks do. Does not communicate."""
-        config = self._run.config
-        folder = path_of(config.checkpoint.memory_folder) / f"daso-{os.getuid()}-{mark}"
-        timeout_seconds = config.exchange.timeout_seconds
-        self.mark = mark
-        self._copies = NeighbourCopies(folder, self._run.topology, timeout_seconds=timeout_seconds)
-
-    def _has_copies(self) -> bool:
-        return self._copies is not None and self._copies.exist()
-
     def start(self) -> Point:
-        """Return the point where nothing is done.
+        """Return the starting point of a new run.
 
         Collective over the world; blocking.
         """
@@ -186,29 +152,21 @@ class Saver:
                 f"{steps[-1]}; go on from it with --resume, choose another --name=NAME, or remove "
                 f"that folder"
             )
-        if self._has_copies():
-            assert self._copies is not None, "they exist"
-            raise ConfigError(
-                f"a new run needs a name of its own, but hosts keep {self._folder.parent} in "
-                f"memory; go on from there with --resume, choose another --name=NAME, or remove "
-                f"{self._copies.folder} on them"
-            )
         return Point(0, 0, torch.zeros(()))
 
     def resume(self) -> Point:
-        """Put all parts of the run back to where the newest sound checkpoint has them.
+        """Load the newest sound checkpoint into all parts of the run.
 
-        Copies in the memory of hosts count as one. On another number of ranks, or on nodes of other
-        sizes, every rank takes up what rank 0 had, and as many samples count as seen.
+        With another number of ranks, or nodes of other sizes, every rank loads rank 0's state, and
+        the number of samples done stays the same.
 
         Collective over the world; blocking.
         """
-        run, (loaded, in_memory) = self._run, self._newest()
+        run, loaded = self._run, self._checkpoints.load()
         if loaded is None:
             raise CheckpointError(
-                f"--resume goes on from a checkpoint, but {self._folder} has none, and hosts keep "
-                f"none that is whole in memory; leave it out to start anew, name the run with "
-                f"--name=NAME, and save it with --checkpoint.every=N or --checkpoint.memory_every=N"
+                f"--resume goes on from a checkpoint, but {self._folder} has none; leave it out to "
+                f"start a new run, name it with --name=NAME, and save it with --checkpoint.every=N"
             )
         saved = loaded.payload
         run.topology.raise_on_all_ranks(_differs(run, saved), ConfigError)
@@ -217,26 +175,11 @@ class Saver:
         sampler, total = _place(loaded, run.topology.world_size)
         run.sampler.load_state_dict(sampler)
         set_rng_state(saved["rng"])
-        resumed = Resumed(loaded.step, loaded.world, loaded.same_world, loaded.refused, in_memory)
+        resumed = Resumed(loaded.step, loaded.world, loaded.same_world, loaded.refused)
         return Point(loaded.step, sampler["epoch"], total, resumed)
 
-    def _newest(self) -> tuple[Loaded | None, bool]:
-        """Return the newest state that is sound, and whether it was in memory."""
-        kept = None if self._copies is None else self._copies.load()
-        if kept is not None and kept.step > max(self._checkpoints.steps(), default=-1):
-            return kept, True
-        try:
-            saved = self._checkpoints.load()
-        except CheckpointError:  # alike on all ranks
-            if kept is None:
-                raise
-            saved = None
-        if kept is None or (saved is not None and saved.step >= kept.step):
-            return saved, False
-        return kept, True
-
     def after_step(self, point: Point) -> None:
-        """Save when it is time to: every so many steps, and at the end.
+        """Save at each multiple of ``checkpoint.every`` steps, and at the end.
 
         Collective over the world; blocking.
         """
@@ -244,12 +187,9 @@ class Saver:
         last = point.epoch + 1 == run.config.epochs and run.batch == len(run.sampler)
         if self._every > 0 and (point.step % self._every == 0 or last):
             self.save(point)
-        elif self._copies is not None and point.step % run.config.checkpoint.memory_every == 0:
-            copies = self._copies
-            run.optimizer.together(lambda: copies.save(point.step, self._state(point)))
 
     def save(self, point: Point) -> None:
-        """Save, unless this step is saved.
+        """Save, unless this step is saved already.
 
         Collective over the world; blocking.
         """
@@ -263,9 +203,9 @@ class Saver:
         self._checkpoints.save(point.step, self._state(point), background=background)
 
     def _state(self, point: Point) -> dict[str, Any]:
-        """Return what this rank wants back."""
+        """Return this rank's part of a checkpoint."""
         run, place = self._run, self._run.sampler.state_dict()
-        # Where ranks were lost in this epoch the sampler counts as if they had never been.
+        # If ranks were lost in this epoch, the sampler's count is that of a world without them.
         return {
             "config": asdict(run.config),
             "data": run.data,
@@ -277,14 +217,12 @@ class Saver:
         }
 
     def finish(self) -> None:
-        """Wait until what was saved last is written. Collective over the world; blocking."""
+        """Wait until the last checkpoint is written. Collective over the world; blocking."""
         self._checkpoints.wait()
-        if self._copies is not None:
-            self._run.optimizer.together(self._copies.remove)
 
 
 def _read(path: Path) -> str:
-    """Return what is written in a run's folder; nothing where nothing is."""
+    """Return the text of a file in a run's folder; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape")
     except (OSError, ValueError):
@@ -292,14 +230,14 @@ def _read(path: Path) -> str:
 
 
 def _differs(run: Run, saved: Mapping[str, Any]) -> str | None:
-    """Return why a checkpoint is of another run."""
+    """Return the reason why a checkpoint belongs to another run; None if it fits."""
     now, before = dict(_flat(asdict(run.config))), dict(_flat(saved["config"]))
     pairs = [(key, before[key], now[key]) for key in now if key in before and key not in FREE]
     pairs += [(f"data.{key}", saved["data"][key], value) for key, value in run.data.items()]
     for key, old, new in pairs:
         if old != new:
             return (
-                f"a run goes on with the settings it began with, but {key} was {old!r} and is now "
+                f"a run must resume with its original settings, but {key} was {old!r} and is now "
                 f"{new!r}; give {key} as it was, or start another run with --name=NAME"
             )
     if run.config.epochs <= saved["sampler"]["epoch"]:
@@ -319,14 +257,14 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _place(loaded: Loaded, size: int) -> tuple[dict[str, int], torch.Tensor]:
-    """Return the place in the epoch and the sum of its losses, for this number of ranks."""
+    """Return the position in the epoch and the sum of its losses, for this number of ranks."""
     sampler, total = loaded.payload["sampler"], loaded.payload["total"]
     if loaded.world == size or sampler["batch"] == 0:
         return sampler, total
-    batch = sampler["batch"] * loaded.world // size  # rounded down: no sample is left out
+    batch = sampler["batch"] * loaded.world // size  # rounded down, to train on every sample
     return {**sampler, "batch": batch}, _rescaled(total, sampler["batch"], batch)
 
 
 def _rescaled(total: torch.Tensor, before: int, now: int) -> torch.Tensor:
-    """Return a sum over so many batches as one over others of the same mean."""
+    """Scale a sum over ``before`` batches to ``now`` batches with the same mean."""
     return total * (now / before) if before else total

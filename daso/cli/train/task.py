@@ -1,4 +1,4 @@
-"""What is trained: the data set, the model and the loss that a configuration names."""
+"""Task of `daso train`: the data set, model and loss that a configuration names."""
 
 from collections.abc import Sized
 from dataclasses import dataclass
@@ -9,25 +9,24 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
-from daso.cli.train.config import DataConfig, ExchangeConfig, OptimizerConfig
+from daso.cli.train.config import Config, DataConfig, OptimizerConfig
 from daso.data import find_fashion, load_digits, load_fashion, load_text
 from daso.data.synthetic import images
 from daso.data.text import find_text
-from daso.environment import data_folder, path_of
+from daso.environment import data_folder
 from daso.examples.cnn import CNN
 from daso.examples.transformer import ByteTransformer
+from daso.paths import path_of
 from daso.train.deltas.outer import MakeOuter
-
-__all__ = ["Task", "evaluate", "loss_of", "make_optimizer", "make_outer", "make_task"]
 
 TEXT_BYTES = 1_000_000  # of Python's library: an epoch takes seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Data and a model that fits."""
+    """Data set, and a model for it."""
 
-    data: str  # which data it became
+    data: str  # name of the loaded data set
     train: Dataset[tuple[torch.Tensor, ...]]
     test: Dataset[tuple[torch.Tensor, ...]]
     model: nn.Module
@@ -57,7 +56,7 @@ def make_task(config: DataConfig) -> Task:
     if name == "synthetic":
         return Task(name, images(4096, seed=1), images(1024, seed=2), CNN(28))
     if folder is not None and not config.folder:
-        folder = find_text(folder)  # DASO_DATA may hold other data sets alone
+        folder = find_text(folder)  # DASO_DATA may hold only other data sets
     size = config.context
     windows = load_text(folder, train=True, context=size, max_bytes=TEXT_BYTES)
     unseen = load_text(folder, train=False, context=size, max_bytes=TEXT_BYTES)
@@ -76,8 +75,8 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Opt
     )
 
 
-def make_outer(config: ExchangeConfig) -> MakeOuter | None:
-    """Return what makes the optimizer of the reference; None for plain averaging."""
+def make_outer(config: Config) -> MakeOuter | None:
+    """Return the factory of the outer optimizer; None for plain averaging."""
     if config.outer == "none":
         return None
     lr, momentum = config.outer_lr, config.outer_momentum
@@ -92,7 +91,7 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Dataset[Any], *, rank: int, size: int) -> tuple[int, int]:
-    """Count right answers on this rank's share of a data set."""
+    """Return (correct, total) counts on this rank's share of a data set."""
     model.eval()
     device = next((tensor.device for tensor in model.parameters()), None)
     share = torch.utils.data.Subset(data, range(rank, _length(data), size))

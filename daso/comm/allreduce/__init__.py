@@ -1,1 +1,1 @@
-"""All-reduce algorithms: direct, in levels or a ring, and what runs them."""
+"""All-reduce algorithms: direct, multi-level or ring, and their runners."""

@@ -1,18 +1,18 @@
-"""The mean of a flat row over the ranks of one communicator, as work for the engine.
+"""All-reduce of a flat buffer over the ranks of one communicator, as work for the engine.
 
-Two ways. `iallreduce` leaves the sum to MPI. `deterministic_allreduce` adds in rank order in fp32
-(fp64 for fp64 rows): bit for bit the sequential sum of what the wire carried, and the only way for
-a wire that MPI cannot add. Two ranks send each other the whole row (`PairwiseExchange`); more send
-each peer its part of the row, add the parts, and send the means back (`ReduceScatterAllGather`);
-many do so in groups, or in a ring (`daso.comm.allreduce.levels`).
-Wires that round number by number give the same bits for any chunking. All work chunk by chunk, and
-a few chunks are on their way at a time, so that the link is busy while one is added.
+`iallreduce` leaves the sum to MPI. `deterministic_allreduce` adds in rank order in fp32 (fp64 for
+fp64 buffers), with the bits of a sequential sum of the payloads; it also serves wires that MPI
+cannot add. Two ranks send each other the whole buffer (`PairwiseExchange`); more ranks send each
+peer its part, add the parts, and send the means back (`ReduceScatterAllGather`); many ranks do so
+in groups, or in a ring (`daso.comm.allreduce.levels`).
+All of them work chunk by chunk, with a few chunks in flight, so that the link is busy while a chunk
+is reduced. Wires that round each number separately give the same bits for any chunking.
 
-A row is read and written through a `ReduceBuffer` (`daso.comm.reduction`), which has encoded it
+A buffer is read and written through a `ReduceBuffer` (`daso.comm.reduction`), which has encoded it
 when the exchange starts.
 
-What lies on a device is added there (`OnDevice`): beside training, and nothing crosses before what
-makes it is over. MPI takes the memory of the device, or pinned copies of what crosses on the host.
+Buffers on a device are reduced there (`DeviceContext`), on a separate stream. Messages start after
+the kernels that compute them. MPI reads device memory, or pinned copies on the host.
 """
 
 from collections import deque
@@ -23,23 +23,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from daso.comm.allreduce.ordered import (
-    OnDevice,
+    DeviceContext,
     OrderedAllReduce,
+    PairwiseExchange,
     Requests,
     Waits,
     in_window,
-    outgoing,
-    turns_of,
+    peer_order,
     window,
 )
 from daso.comm.allreduce.runners import MultiLevelAllReduce
-from daso.comm.dtypes import sum_buffer
 from daso.comm.mpi import load
 from daso.comm.reduction import (
     BufferPool,
     Chunks,
     ReduceBuffer,
     deliver,
+    sum_buffer,
     whole,
 )
 from daso.kernels.codecs import Codec, exact_codec
@@ -49,15 +49,7 @@ from daso.plan.allreduce_plan import AllReducePlan, direct_plan
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "DeterministicAllReduce",
-    "PairwiseExchange",
-    "ReduceScatterAllGather",
-    "deterministic_allreduce",
-    "iallreduce",
-]
-
-SCATTER, RETURN, SWAP = 1, 2, 3  # tags: the two phases; whole chunks
+SCATTER, RETURN = 1, 2  # tags: the two phases
 
 
 def iallreduce(
@@ -66,43 +58,43 @@ def iallreduce(
     chunks: Chunks,
     weight: int,
     total: int,
-    kept: BufferPool | None = None,
-    where: OnDevice | None = None,
+    pool: BufferPool | None = None,
+    where: DeviceContext | None = None,
 ) -> Requests:
-    """Take the weighted mean of a row by MPI's own sum.
+    """Replace a buffer by the weighted mean, summed by MPI.
 
     Collective over ``comm``; non-blocking, as work for the engine.
     """
     peers, spans = comm.Get_size(), [whole(parts) for parts in chunks]
-    codec, rooms = exact_codec(source.dtype), kept or BufferPool(window(peers))
-    crossing: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    codec, buffers = exact_codec(source.dtype), pool or BufferPool(window(peers))
+    in_flight: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def start(index: int) -> "list[MPI.Request]":
         first, last = spans[index]
-        (payload,) = outgoing(source, [spans[index]])
-        sums = rooms.row("sums", index, last - first, source.dtype)
+        (payload,) = source.outgoing([spans[index]])
+        sums = buffers.row("sums", index, last - first, source.dtype)
         torch.mul(payload.view(source.dtype), weight, out=sums)
-        crossing[index] = sums, payload
+        in_flight[index] = sums, payload
         return [comm.Iallreduce(load().IN_PLACE, sum_buffer(sums))]
 
     def finish(index: int) -> Waits:
         first, last = spans[index]
-        sums, payload = crossing.pop(index)
+        sums, payload = in_flight.pop(index)
         means = sums.div_(total)
         if where is not None:
             (payload,) = source.payloads([spans[index]])
-            with where.copies.beside():
+            with where.copies.side_stream():
                 means = torch.empty(last - first, dtype=source.dtype, device=where.device)
-                made = where.copies.mark()
-            yield made
-            yield where.copies.back(sums, means)
-        with nullcontext() if where is None else where.copies.beside():
+                allocated = where.copies.completion()
+            yield allocated
+            yield where.copies.to_device(sums, means)
+        with nullcontext() if where is None else where.copies.side_stream():
             source.deliver(first, last, Mean(codec, [means.view(torch.uint8)]), payload)
-            over = None if where is None else where.copies.mark()
+            over = None if where is None else where.copies.completion()
         if over is not None:
             yield over
 
-    yield from in_window(chunks, rooms.window, start, finish)
+    yield from in_window(chunks, buffers.window, load().Request.Testall, start, finish)
     numel = spans[-1][1] - spans[0][0] if spans else 0
     return 2 * (peers - 1) * numel * source.dtype.itemsize // peers
 
@@ -113,115 +105,76 @@ def deterministic_allreduce(
     weights: Sequence[int],
     total: int,
     rounded: dict[int, torch.Tensor] | None = None,
-    where: OnDevice | None = None,
+    where: DeviceContext | None = None,
     *,
     of_gradients: bool = False,
     plan: AllReducePlan | None = None,
 ) -> "DeterministicAllReduce":
-    """Return what takes means over a communicator in a fixed order; without a plan directly."""
-    plan, kept = plan or direct_plan(len(weights)), {} if rounded is None else rounded
+    """Return an all-reduce that adds in a fixed order; without a plan, a direct one."""
+    plan, errors = plan or direct_plan(len(weights)), {} if rounded is None else rounded
     if not plan.flat:
         return MultiLevelAllReduce(
-            comm, plan, codec, weights, total, kept, where, of_gradients=of_gradients
+            comm, plan, codec, weights, total, errors, where, of_gradients=of_gradients
         )
     if plan.peers == 2:
         return PairwiseExchange(comm, codec, weights, total, {}, where)
     return ReduceScatterAllGather(
-        comm, codec, weights, total, kept, where, of_gradients=of_gradients
+        comm, codec, weights, total, errors, where, of_gradients=of_gradients
     )
 
 
-class PairwiseExchange(OrderedAllReduce):
-    """Two ranks send each other the whole row, and each adds both; buffers are kept.
-
-    As many bytes as in two phases, in one: the mean is not rounded for the wire once more, and is
-    added where it is delivered.
-    """
-
-    def run(self, source: ReduceBuffer, chunks: Chunks) -> Requests:
-        """Take the mean of a row; as `ReduceScatterAllGather.run`."""
-        spans = [whole(parts) for parts in chunks]
-
-        rank = self.comm.Get_rank()
-
-        def finish(index: int) -> Waits:
-            (sent,) = source.payloads([spans[index]])
-            other = self._other(spans[index], index, self.kept)
-            yield from self._fetch(self._other(spans[index], index, self.crossing), other)
-            versions = [sent, other] if rank == 0 else [other, sent]
-            with self._beside():
-                source.deliver(*spans[index], self.adder.mean(versions), sent)
-            yield from self._computed()
-
-        yield from self._made(len(spans), lambda at: self._other(spans[at], at, self.kept))
-        yield from in_window(
-            *(chunks, self.kept.window),
-            lambda at: self._swap(source, spans[at], at),
-            finish,
-        )
-        return sum(self.codec.nbytes(stop - start) for start, stop in spans)
-
-    def _other(self, span: tuple[int, int], index: int, rows: BufferPool) -> torch.Tensor:
-        """Return where the other rank's version of a chunk arrives, or is added."""
-        return rows.row("other", index, self.codec.nbytes(span[1] - span[0]), torch.uint8)
-
-    def _swap(self, source: ReduceBuffer, span: tuple[int, int], index: int) -> "list[MPI.Request]":
-        """Start sending a chunk to the other rank."""
-        (sent,), peer = self._sent(source, [span]), 1 - self.comm.Get_rank()
-        receive = self.comm.Irecv(self.buffer(self._other(span, index, self.crossing)), peer, SWAP)
-        return [receive, self.comm.Isend(self.buffer(sent), peer, SWAP)]
-
-
 class ReduceScatterAllGather(OrderedAllReduce):
-    """Send each peer its part, add in rank order, send the means back; buffers are kept.
+    """All-reduce in two phases: each rank reduces one part in rank order and returns its mean.
 
-    Peer to peer, because MPICH 5.0 moves 16 KiB of an Ialltoallv per `Test`: 9 MB between two ranks
-    of one machine took 99 ms under the polling engine, and 0.6 ms as two messages.
+    Point-to-point, because MPICH 5.0 moves 16 KiB of an Ialltoallv per `Test`: 9 MB between two
+    ranks of one machine took 99 ms under the polling engine, and 0.6 ms as two messages.
     """
 
     def run(self, source: ReduceBuffer, chunks: Chunks) -> Requests:
-        """Take the mean of a row.
+        """Replace a buffer by the mean; return the bytes sent.
 
         Collective over the communicator; non-blocking, as work for the engine.
         """
         returning: deque[tuple[int, list[MPI.Request]]] = deque()
 
-        def take_back() -> Waits:
+        def accept_means() -> Waits:
             index, requests = returning.popleft()
             yield requests
-            yield from self._fetch(*self._rows("back", chunks[index], index))
-            with self._beside():
+            yield from self._copy_in(*self._rows("back", chunks[index], index))
+            with self._side_stream():
                 self._deliver(source, chunks[index], index)
-            yield from self._computed()
+            yield from self._wait_computed()
 
         def finish(index: int) -> Waits:
-            yield from self._fetch(*self._rows("receive", chunks[index], index))
-            with self._beside():
+            yield from self._copy_in(*self._rows("receive", chunks[index], index))
+            with self._side_stream():
                 self._add(source, chunks[index], index)
-            yield from self._computed()
-            leaving, mean = self._means_here(chunks[index], index)
-            yield from self._bring(mean, leaving)
-            returning.append((index, self._return(chunks[index], index)))
-            if len(returning) == self.kept.window:
-                yield from take_back()
+            yield from self._wait_computed()
+            leaving, mean = self._own_mean(chunks[index], index)
+            yield from self._copy_out(mean, leaving)
+            returning.append((index, self._return_mean(chunks[index], index)))
+            if len(returning) == self.local_buffers.window:
+                yield from accept_means()
 
-        yield from self._made(
+        yield from self._allocate(
             len(chunks),
-            lambda at: [self._rows(name, chunks[at], at) for name in ("receive", "back")],
+            lambda index: [self._rows(name, chunks[index], index) for name in ("receive", "back")],
         )
         yield from in_window(
-            *(chunks, self.kept.window),
-            lambda index: self._scatter(source, chunks[index], index),
-            finish,
+            chunks,
+            self.local_buffers.window,
+            self.test,
+            start=lambda index: self._scatter(source, chunks[index], index),
+            finish=finish,
         )
         while returning:
-            yield from take_back()
+            yield from accept_means()
         return sum(map(self._sent_bytes, chunks))
 
     def _sent_bytes(self, parts: Sequence[tuple[int, int]]) -> int:
         sizes = self._sizes(parts)
-        mine = sizes[self.comm.Get_rank()]
-        return sum(sizes) - mine + mine * (len(parts) - 1)
+        own = sizes[self.comm.Get_rank()]
+        return sum(sizes) - own + own * (len(parts) - 1)
 
     def _sizes(self, parts: Sequence[tuple[int, int]]) -> list[int]:
         return [self.codec.nbytes(stop - start) for start, stop in parts]
@@ -230,7 +183,7 @@ class ReduceScatterAllGather(OrderedAllReduce):
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int
     ) -> "list[MPI.Request]":
         """Start sending one buffer to each peer and receiving one from each."""
-        peers = turns_of(self.comm.Get_rank(), len(outgoing))
+        peers = peer_order(self.comm.Get_rank(), len(outgoing))
         receives = [self.comm.Irecv(self.buffer(incoming[peer]), peer, tag) for peer in peers]
         return receives + [self.comm.Isend(self.buffer(outgoing[p]), p, tag) for p in peers]
 
@@ -238,45 +191,46 @@ class ReduceScatterAllGather(OrderedAllReduce):
         self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int
     ) -> "list[MPI.Request]":
         """Start sending each peer its part of a chunk."""
-        mine = self._sizes(parts)[self.comm.Get_rank()]
+        own_nbytes = self._sizes(parts)[self.comm.Get_rank()]
         arriving, _ = self._rows("receive", parts, index)
-        incoming = torch.split(arriving, [mine] * len(parts))
-        return self._swap(self._sent(source, parts), incoming, tag=SCATTER)
+        incoming = torch.split(arriving, [own_nbytes] * len(parts))
+        return self._swap(self._outgoing(source, parts), incoming, tag=SCATTER)
 
     def _rows(
         self, name: str, parts: Sequence[tuple[int, int]], index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory for peers' versions of this rank's part, or means: MPI's, and to add in."""
+        """Return memory for received payloads or means: for MPI, and to reduce in."""
         sizes = self._sizes(parts)
         nbytes = sum(sizes) if name == "back" else sizes[self.comm.Get_rank()] * len(parts)
-        arriving, here = (
-            rows.row(name, index, nbytes, torch.uint8) for rows in (self.crossing, self.kept)
+        arriving, local = (
+            pool.row(name, index, nbytes, torch.uint8)
+            for pool in (self.mpi_buffers, self.local_buffers)
         )
-        return arriving, here
+        return arriving, local
 
-    def _means_here(
+    def _own_mean(
         self, parts: Sequence[tuple[int, int]], index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where the mean of this rank's part is sent from, and where it is added."""
+        """Return memory for the mean of this rank's part: to send from, and to reduce in."""
         sizes, rank = self._sizes(parts), self.comm.Get_rank()
         leaving, mean = (torch.split(row, sizes)[rank] for row in self._rows("back", parts, index))
         return leaving, mean
 
     def _add(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> None:
-        """Add this rank's part."""
+        """Reduce this rank's part."""
         rank, (_, received) = self.comm.Get_rank(), self._rows("receive", parts, index)
-        mine = self._sizes(parts)[rank]
-        versions = list(torch.split(received, [mine] * len(parts)))
+        nbytes = self._sizes(parts)[rank]
+        versions = list(torch.split(received, [nbytes] * len(parts)))
         versions[rank] = source.payloads(parts)[rank]
-        _, mean = self._means_here(parts, index)
+        _, mean = self._own_mean(parts, index)
         self.adder.add(versions, mean, parts[rank])
 
-    def _return(self, parts: Sequence[tuple[int, int]], index: int) -> "list[MPI.Request]":
+    def _return_mean(self, parts: Sequence[tuple[int, int]], index: int) -> "list[MPI.Request]":
         """Start sending the mean of this rank's part to every peer."""
         arriving, _ = self._rows("back", parts, index)
         returned = torch.split(arriving, self._sizes(parts))
-        mine = returned[self.comm.Get_rank()]
-        return self._swap([mine] * len(parts), returned, tag=RETURN)
+        own = returned[self.comm.Get_rank()]
+        return self._swap([own] * len(parts), returned, tag=RETURN)
 
     def _deliver(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> None:
         _, row = self._rows("back", parts, index)

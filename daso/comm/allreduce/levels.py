@@ -1,13 +1,13 @@
-"""Means over many ranks by a plan of levels: each rank exchanges with a few, in large messages.
+"""All-reduce over many ranks in levels: each rank exchanges large messages with a few others.
 
-`LevelledMean` says which messages cross and holds all arithmetic, for one rank; it knows no MPI.
-`daso.comm.allreduce.runners` runs it between ranks, or for many simulated ones in a process. A
-chunk goes on the moment its messages are there, whatever the others do: while one is added, others
-cross, and means return while sums still come (cut-through).
+`MultiLevelMean` defines the messages and the arithmetic of one rank; it does not call MPI.
+`daso.comm.allreduce.runners` runs it between ranks, or for simulated ranks in one process. Chunks
+progress independently: while one is reduced, others are sent, and means return while sums still
+arrive (cut-through).
 
-On an exact wire sums cross. On a narrow one running means do, whose range stays that of what is
-added; what each rounding takes away is kept by the rank that rounds, and goes into its next sum.
-Where a sparse wire leaves that to an exact one, the exact one has running means, too.
+An exact wire sends sums. A narrow wire sends running means, whose range is that of the inputs; the
+rank that rounds keeps the rounding error and adds it to its next sum. If a sparse wire leaves this
+to an exact wire, the exact wire sends running means, too.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from daso.comm.allreduce.ordered import (
-    NOTHING,
+    PROBE_TAG,
     Arrivals,
+    DeviceContext,
     ExchangeMemory,
-    OnDevice,
-    turns_of,
+    peer_order,
 )
 from daso.comm.device.staging import Arrived
 from daso.comm.reduction import (
@@ -38,15 +38,13 @@ from daso.plan.layout import Span, split
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["WINDOW", "LevelledMean", "Transfers"]
+WINDOW = 4  # chunks in flight
 
-WINDOW = 4  # chunks under way at a time
-
-Messages = list[tuple[int, torch.Tensor]]  # the other rank, and what is sent or where it arrives
+Messages = list[tuple[int, torch.Tensor]]  # the other rank, and the payload or receive memory
 
 
 class Transfers(NamedTuple):
-    """What one rank sends and receives at the same time."""
+    """Messages that one rank sends and receives concurrently."""
 
     phase: int
     sends: Messages
@@ -56,30 +54,29 @@ class Transfers(NamedTuple):
 Steps = Generator["Transfers | Arrived", None, None]
 
 
-class _Cut(NamedTuple):
-    """What one rank holds of a chunk."""
+class _ChunkLayout(NamedTuple):
+    """Layout of one chunk on one rank: its spans on each level."""
 
-    held: list[tuple[Span, ...]]  # before each level: what has a payload of its own
-    mine: list[Span]  # what is added here on each level
-    leaves: tuple[Span, ...]  # of the chunk, after all levels
-    stops: list[int]  # bytes: where the means of leaves end in the memory of all of them
+    held: list[tuple[Span, ...]]  # spans with one payload each, before each level
+    owned: list[Span]  # the span that this rank reduces on each level
+    leaves: tuple[Span, ...]  # spans of the chunk after all levels
+    stops: list[int]  # byte offsets at which the means of leaves end
 
     def region(self, leaves: tuple[int, int]) -> slice:
-        """Return the bytes of the means of some leaves."""
+        """Return the byte range of the means of some leaves."""
         first, stop = leaves
         return slice(self.stops[first - 1] if first else 0, self.stops[stop - 1])
 
 
-class LevelledMean(ExchangeMemory):
-    """One rank's part in means by a plan.
+class MultiLevelMean(ExchangeMemory):
+    """Transfers and arithmetic of a multi-level mean, for one rank.
 
     Args:
-        plan: Groups, level by level.
-        rank: Among the plan's.
-        adder: Adds versions; has the weight of each rank's row, and what this rank rounded away, by
-            where a part starts, and its level.
+        plan: Groups on each level.
+        rank: Index of this rank in the plan.
+        adder: Reduces payloads; holds the weights of all ranks and this rank's rounding errors.
         where: As in `daso.comm.allreduce.direct.deterministic_allreduce`.
-        comm: Whose messages move while a device is waited for.
+        comm: Progresses during waits for the device.
     """
 
     def __init__(
@@ -87,241 +84,250 @@ class LevelledMean(ExchangeMemory):
         plan: AllReducePlan,
         rank: int,
         adder: WeightedMean,
-        where: OnDevice | None = None,
+        where: DeviceContext | None = None,
         comm: "MPI.Comm | None" = None,
     ) -> None:
-        poll = (lambda: False) if comm is None else partial(comm.Iprobe, tag=NOTHING)
+        poll = (lambda: False) if comm is None else partial(comm.Iprobe, tag=PROBE_TAG)
         super().__init__(adder.codec, WINDOW, where, poll)
         self.plan, self.rank, self.adder = plan, rank, adder
-        self.delivered = 0  # chunks of this row
+        self.delivered = 0  # chunks of this buffer
         self.groups = [plan.group(rank, depth) for depth in range(len(plan.levels))]
-        self._units = [self._weights_on(depth) for depth in range(len(plan.levels))]
-        self._cuts: dict[tuple[int, int], _Cut] = {}
+        self._weights = [self._level_weights(depth) for depth in range(len(plan.levels))]
+        self._layouts: dict[tuple[int, int], _ChunkLayout] = {}
 
-    def _weights_on(self, depth: int) -> list[int]:
-        """Return how what each rank of a group holds counts on a level."""
+    def _level_weights(self, depth: int) -> list[int]:
+        """Return the weight of each group member's payload on a level."""
         weights, group = self.adder.weights, self.groups[depth]
         if depth == 0:
-            return [weights[one] for one in group]
+            return [weights[rank] for rank in group]
         if self.codec.sums:
             return [1] * len(group)
-        return [sum(weights[rank] for rank in self.plan.below(one, depth)) for one in group]
+        return [sum(weights[rank] for rank in self.plan.below(member, depth)) for member in group]
 
-    def cut(self, parts: Sequence[tuple[int, int]]) -> _Cut:
-        """Return what this rank holds of a chunk."""
+    def layout(self, parts: Sequence[tuple[int, int]]) -> _ChunkLayout:
+        """Return this rank's layout of a chunk; computed once."""
         key = parts[0][0], parts[-1][1]
-        if key not in self._cuts:
+        if key not in self._layouts:
             first = tuple(Span(*part) for part in parts)
             held: list[tuple[Span, ...]] = [first]
-            mine: list[Span] = []
+            owned: list[Span] = []
             for depth, level in enumerate(self.plan.levels):
                 if depth > 0:
-                    held.append(split(mine[-1], level.parts, BLOCK))
-                at = self.plan.digit(self.rank, depth) if level.parts > 1 else 0
-                mine.append(held[-1][at])
+                    held.append(split(owned[-1], level.parts, BLOCK))
+                part = self.plan.digit(self.rank, depth) if level.parts > 1 else 0
+                owned.append(held[-1][part])
             leaves = self.plan.leaf_spans(first)
             stops = list(accumulate(self.codec.nbytes(leaf.numel) for leaf in leaves))
-            self._cuts[key] = _Cut(held, mine, leaves, stops)
-        return self._cuts[key]
+            self._layouts[key] = _ChunkLayout(held, owned, leaves, stops)
+        return self._layouts[key]
 
     # --- memory ------------------------------------------------------------------------------
 
     def _row(self, name: str, index: int, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory of a chunk: MPI's, and where is added."""
-        crossing, here = (
-            rows.row(name, index, nbytes, torch.uint8) for rows in (self.crossing, self.kept)
+        """Return memory of a chunk: for MPI, and to reduce in."""
+        for_mpi, local = (
+            pool.row(name, index, nbytes, torch.uint8)
+            for pool in (self.mpi_buffers, self.local_buffers)
         )
-        return crossing, here
+        return for_mpi, local
 
     def _sizes(self, spans: Sequence[Span]) -> list[int]:
         return [self.codec.nbytes(span.numel) for span in spans]
 
-    def _arriving(self, cut: _Cut, depth: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where versions of a level arrive."""
+    def _arriving(
+        self, layout: _ChunkLayout, depth: int, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return receive memory of a level."""
         if self.plan.levels[depth].way == "ring":
-            return self._row(f"receive{depth}", index, sum(self._sizes(cut.held[depth])))
-        nbytes = self.codec.nbytes(cut.mine[depth].numel) * self.plan.levels[depth].size
+            return self._row(f"receive{depth}", index, sum(self._sizes(layout.held[depth])))
+        nbytes = self.codec.nbytes(layout.owned[depth].numel) * self.plan.levels[depth].size
         return self._row(f"receive{depth}", index, nbytes)
 
-    def _leaving(self, cut: _Cut, depth: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where what a level sends is encoded; on a ring what goes on from here."""
-        return self._row(f"send{depth}", index, sum(self._sizes(cut.held[depth])))
+    def _leaving(
+        self, layout: _ChunkLayout, depth: int, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for the payloads that a level sends; on a ring, of the partial sums."""
+        return self._row(f"send{depth}", index, sum(self._sizes(layout.held[depth])))
 
-    def made(self, chunks: Chunks) -> Arrivals:
-        """Make what exchanges need on a device before the first message."""
+    def allocate(self, chunks: Chunks) -> Arrivals:
+        """Allocate memory on the device before the first message."""
 
         def rows(index: int) -> None:
-            cut = self.cut(chunks[index])
-            self._row("back", index, cut.stops[-1])
+            layout = self.layout(chunks[index])
+            self._row("back", index, layout.stops[-1])
             for depth, level in enumerate(self.plan.levels):
-                self._arriving(cut, depth, index)
-                if depth > 0 or level.way == "ring":  # elsewhere the row's own payloads leave
-                    self._leaving(cut, depth, index)
+                self._arriving(layout, depth, index)
+                if depth > 0 or level.way == "ring":  # otherwise the buffer's own payloads are sent
+                    self._leaving(layout, depth, index)
 
-        yield from self._made(len(chunks), rows)
+        yield from self._allocate(len(chunks), rows)
 
     # --- one chunk ---------------------------------------------------------------------------
 
     def chunk(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> Steps:
-        """Take the mean of a chunk: yields what crosses next, and what is to be waited for."""
-        cut = self.cut(parts)
-        payloads, leaving = source.payloads(parts), self._sent(source, parts)
-        back = self._row("back", index, cut.stops[-1])
+        """Replace a chunk by the mean; yields transfers, and calls to wait for."""
+        layout = self.layout(parts)
+        payloads, leaving = source.payloads(parts), self._outgoing(source, parts)
+        back = self._row("back", index, layout.stops[-1])
         own, last = payloads, len(self.plan.levels) - 1
         for depth, level in enumerate(self.plan.levels):
             if level.way == "ring":
-                versions = yield from self._pass_round(cut, depth, index, payloads, leaving)
-                terms = self._last_stop(depth)
+                versions = yield from self._ring_reduce(layout, depth, index, payloads, leaving)
+                terms = self._ring_terms(depth)
             else:
-                versions = yield from self._gather(cut, depth, index, payloads, leaving)
-                terms = self._terms(depth, self._units[depth])
-            within = cut.mine[depth]
+                versions = yield from self._gather(layout, depth, index, payloads, leaving)
+                terms = self._terms(depth, self._weights[depth])
+            within = layout.owned[depth]
             if depth == last and not self.plan.returns:
                 mean = self.adder.mean(versions, terms)
-                yield from self._in_turn(index, partial(source.deliver, *within, mean, own[0]))
+                deliver = partial(source.deliver, *within, mean, own[0])
+                yield from self._deliver_in_order(index, deliver)
                 return
-            spans, targets = self._next(cut, depth, index, back)
+            spans, targets = self._encode_targets(layout, depth, index, back)
             leaving, payloads = (torch.split(row, self._sizes(spans)) for row in targets)
-            with self._beside():
+            with self._side_stream():
                 for span, payload in zip(spans, payloads, strict=True):
                     self.adder.add(versions, payload, span, within=within, terms=terms)
-            yield from self._computed()
-            yield from self._bring(targets[1], targets[0])
-        yield from self._return(cut, back[0])
-        yield from self._fetch(*back)
-        yield from self._in_turn(index, partial(self._deliver, source, parts, cut, back[1], own))
+            yield from self._wait_computed()
+            yield from self._copy_out(targets[1], targets[0])
+        yield from self._return_means(layout, back[0])
+        yield from self._copy_in(*back)
+        deliver = partial(self._deliver, source, parts, layout, back[1], own)
+        yield from self._deliver_in_order(index, deliver)
 
-    def _in_turn(self, index: int, deliver: Callable[[], None]) -> Arrivals:
-        """Deliver a chunk after all before it: what the row sums over them has the same bits."""
+    def _deliver_in_order(self, index: int, deliver: Callable[[], None]) -> Arrivals:
+        """Deliver chunks in order, so that sums over chunks have the same bits in every run."""
         yield lambda: self.delivered == index
-        with self._beside():
+        with self._side_stream():
             deliver()
         self.delivered += 1
-        yield from self._computed()
+        yield from self._wait_computed()
 
-    def _next(
-        self, cut: _Cut, depth: int, index: int, back: tuple[torch.Tensor, torch.Tensor]
+    def _encode_targets(
+        self, layout: _ChunkLayout, depth: int, index: int, back: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[Sequence[Span], tuple[torch.Tensor, torch.Tensor]]:
-        """Return of what a level's sum is encoded anew, and where: for the next, or to return."""
+        """Return the spans and memory to encode a level's sum: for the next level, or to return."""
         if depth < len(self.plan.levels) - 1:
-            return cut.held[depth + 1], self._leaving(cut, depth + 1, index)
-        region = cut.region(self.plan.leaf_range(self.rank, depth))
-        return (cut.mine[depth],), (back[0][region], back[1][region])
+            return layout.held[depth + 1], self._leaving(layout, depth + 1, index)
+        region = layout.region(self.plan.leaf_range(self.rank, depth))
+        return (layout.owned[depth],), (back[0][region], back[1][region])
 
     def _terms(self, depth: int, weights: Sequence[int]) -> Terms:
-        """Return how versions are added to what a level makes of them."""
+        """Return the weights and the divisor of a level's sum."""
         if depth == len(self.plan.levels) - 1:
             return Terms(weights, self.adder.total)
-        return Terms(weights, 1 if self.codec.sums else sum(self._units[depth]), depth + 1)
+        return Terms(weights, 1 if self.codec.sums else sum(self._weights[depth]), depth + 1)
 
-    def _last_stop(self, depth: int) -> Terms:
-        """Return how what came round a ring is added to this rank's own."""
-        units, here = self._units[depth], self.plan.digit(self.rank, depth)
-        return self._terms(depth, [self._passed(units, len(units) - 1, here), units[here]])
+    def _ring_terms(self, depth: int) -> Terms:
+        """Return the terms of a ring's last sum: the partial sum of the others, and this rank's."""
+        weights, local = self._weights[depth], self.plan.digit(self.rank, depth)
+        others = self._partial_weight(weights, len(weights) - 1, local)
+        return self._terms(depth, [others, weights[local]])
 
-    def _passed(self, units: Sequence[int], stops: int, here: int) -> int:
-        """Return how what comes round a ring counts, when so many ranks have added theirs."""
-        if stops == 1:
-            return units[here - 1]
-        return 1 if self.codec.sums else sum(units[here - 1 - at] for at in range(stops))
+    def _partial_weight(self, weights: Sequence[int], count: int, local: int) -> int:
+        """Return the weight of a ring's partial sum that ``count`` ranks have contributed to."""
+        if count == 1:
+            return weights[local - 1]
+        return 1 if self.codec.sums else sum(weights[local - 1 - back] for back in range(count))
 
     def _gather(
         self,
-        cut: _Cut,
+        layout: _ChunkLayout,
         depth: int,
         index: int,
         payloads: Sequence[torch.Tensor],
         leaving: Sequence[torch.Tensor],
     ) -> Generator["Transfers | Arrived", None, list[torch.Tensor]]:
-        """Send each of a group its part, or all; return all versions of this rank's, in order."""
-        group, here = self.groups[depth], self.plan.digit(self.rank, depth)
-        arriving, there = self._arriving(cut, depth, index)
-        nbytes, whole = self.codec.nbytes(cut.mine[depth].numel), len(leaving) == 1
+        """Send group members their parts; return all payloads of this rank's, in rank order."""
+        group, local = self.groups[depth], self.plan.digit(self.rank, depth)
+        arriving, received = self._arriving(layout, depth, index)
+        nbytes, whole = self.codec.nbytes(layout.owned[depth].numel), len(leaving) == 1
         rows = torch.split(arriving, [nbytes] * len(group))
-        turns = turns_of(here, len(group))
+        peers = peer_order(local, len(group))
         yield Transfers(
             depth,
-            [(group[one], leaving[0 if whole else one]) for one in turns],
-            [(group[one], rows[one]) for one in reversed(turns)],
+            [(group[peer], leaving[0 if whole else peer]) for peer in peers],
+            [(group[peer], rows[peer]) for peer in reversed(peers)],
         )
-        yield from self._fetch(arriving, there)
-        versions = list(torch.split(there, [nbytes] * len(group)))
-        versions[here] = payloads[0 if whole else here]
+        yield from self._copy_in(arriving, received)
+        versions = list(torch.split(received, [nbytes] * len(group)))
+        versions[local] = payloads[0 if whole else local]
         return versions
 
-    def _pass_round(
+    def _ring_reduce(
         self,
-        cut: _Cut,
+        layout: _ChunkLayout,
         depth: int,
         index: int,
         payloads: Sequence[torch.Tensor],
         leaving: Sequence[torch.Tensor],
     ) -> Generator["Transfers | Arrived", None, list[torch.Tensor]]:
-        """Pass parts round the group, each rank adding its own; return what came last, and own.
+        """Pass partial sums around the group; return the last one received and this rank's payload.
 
-        Part p begins at the rank after p, and ends at p.
+        Part p starts at the rank after p, and ends at p.
         """
-        group, here = self.groups[depth], self.plan.digit(self.rank, depth)
-        units, size, spans = self._units[depth], len(group), cut.held[depth]
-        arriving, there = (
-            torch.split(row, self._sizes(spans)) for row in self._arriving(cut, depth, index)
+        group, local = self.groups[depth], self.plan.digit(self.rank, depth)
+        weights, size, spans = self._weights[depth], len(group), layout.held[depth]
+        arriving, received = (
+            torch.split(row, self._sizes(spans)) for row in self._arriving(layout, depth, index)
         )
-        crossing, sums = (
-            torch.split(row, self._sizes(spans)) for row in self._leaving(cut, depth, index)
+        outgoing, sums = (
+            torch.split(row, self._sizes(spans)) for row in self._leaving(layout, depth, index)
         )
-        sent = leaving[here - 1]
+        sent = leaving[local - 1]
         for step in range(size - 1):
-            part = (here - 2 - step) % size
+            part = (local - 2 - step) % size
             yield Transfers(
-                depth, [(group[(here + 1) % size], sent)], [(group[here - 1], arriving[part])]
+                depth, [(group[(local + 1) % size], sent)], [(group[local - 1], arriving[part])]
             )
-            yield from self._fetch(arriving[part], there[part])
+            yield from self._copy_in(arriving[part], received[part])
             if step < size - 2:
-                passed = self._passed(units, step + 1, here)
-                total = 1 if self.codec.sums else passed + units[here]
-                terms = Terms([passed, units[here]], total, depth + 1)
-                with self._beside():
-                    versions = [there[part], payloads[part]]
+                partial_weight = self._partial_weight(weights, step + 1, local)
+                total = 1 if self.codec.sums else partial_weight + weights[local]
+                terms = Terms([partial_weight, weights[local]], total, depth + 1)
+                with self._side_stream():
+                    versions = [received[part], payloads[part]]
                     self.adder.add(versions, sums[part], spans[part], terms=terms)
-                yield from self._computed()
-                yield from self._bring(sums[part], crossing[part])
-                sent = crossing[part]
-        return [there[here], payloads[here]]
+                yield from self._wait_computed()
+                yield from self._copy_out(sums[part], outgoing[part])
+                sent = outgoing[part]
+        return [received[local], payloads[local]]
 
-    def _return(self, cut: _Cut, means: torch.Tensor) -> Steps:
-        """Give the means of this rank's leaves to all, level by level."""
+    def _return_means(self, layout: _ChunkLayout, means: torch.Tensor) -> Steps:
+        """Distribute the means of this rank's leaves to all ranks, level by level."""
         for depth in reversed(range(len(self.plan.levels))):
             level, group = self.plan.levels[depth], self.groups[depth]
             if level.way == "whole":
                 continue
-            regions = [means[cut.region(self.plan.leaf_range(one, depth))] for one in group]
-            here, size = self.plan.digit(self.rank, depth), len(group)
+            regions = [means[layout.region(self.plan.leaf_range(rank, depth))] for rank in group]
+            local, size = self.plan.digit(self.rank, depth), len(group)
             phase = len(self.plan.levels) + depth
             if level.way == "ring":
                 for step in range(size - 1):
-                    sent, coming = regions[(here - step) % size], regions[(here - 1 - step) % size]
-                    after, before = group[(here + 1) % size], group[here - 1]
-                    yield Transfers(phase, [(after, sent)], [(before, coming)])
+                    sent = regions[(local - step) % size]
+                    received = regions[(local - 1 - step) % size]
+                    after, before = group[(local + 1) % size], group[local - 1]
+                    yield Transfers(phase, [(after, sent)], [(before, received)])
                 continue
-            turns = turns_of(here, size)
+            peers = peer_order(local, size)
             yield Transfers(
                 phase,
-                [(group[one], regions[here]) for one in turns],
-                [(group[one], regions[one]) for one in reversed(turns)],
+                [(group[peer], regions[local]) for peer in peers],
+                [(group[peer], regions[peer]) for peer in reversed(peers)],
             )
 
     def _deliver(
         self,
         source: ReduceBuffer,
         parts: Sequence[tuple[int, int]],
-        cut: _Cut,
+        layout: _ChunkLayout,
         means: torch.Tensor,
         own: Sequence[torch.Tensor],
     ) -> None:
-        """Give the row the means of all leaves."""
+        """Deliver the means of all leaves to the buffer."""
         codec, start = self.codec, 0
-        leaves = iter(zip(cut.leaves, cut.stops, strict=True))
-        each = len(cut.leaves) // len(parts)
+        leaves = iter(zip(layout.leaves, layout.stops, strict=True))
+        each = len(layout.leaves) // len(parts)
         for (first, _), payload in zip(parts, own, strict=True):
             for _ in range(each):
                 leaf, stop = next(leaves)

@@ -1,4 +1,4 @@
-"""What all ways to take means in rank order have in common: memory, and waiting for devices."""
+"""Base classes of all-reduces in rank order, and the pairwise exchange of two ranks."""
 
 import time
 from collections import deque
@@ -11,53 +11,40 @@ import torch
 
 from daso import trace
 from daso.comm.device.staging import Arrived, DeviceStaging
-from daso.comm.dtypes import byte_buffer, device_buffer
 from daso.comm.mpi import load
 from daso.comm.reduction import (
     CPU,
     BufferPool,
+    Chunks,
     ReduceBuffer,
     Spans,
-    StagedBuffer,
     WeightedMean,
+    byte_buffer,
+    device_buffer,
+    whole,
 )
 from daso.kernels.codecs import Codec
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "NOTHING",
-    "Arrivals",
-    "ExchangeMemory",
-    "OnDevice",
-    "OrderedAllReduce",
-    "Requests",
-    "Waits",
-    "adder_of",
-    "in_window",
-    "outgoing",
-    "turns_of",
-    "window",
-]
-
 Requests = Generator["Sequence[MPI.Request] | Arrived", None, int]
 Waits = Generator["Sequence[MPI.Request] | Arrived", None, None]
 Arrivals = Generator[Arrived, None, None]
 Finish = Callable[[int], Waits]
 
-NOTHING = 4  # a tag that no message has
-MESSAGES = 8  # under way to and from a rank, about
+SWAP, PROBE_TAG = 3, 4  # tags: whole chunks of two ranks; a tag that no message has
+MESSAGES = 8  # approximate number of messages in flight per rank
 
 
 @dataclass(frozen=True, slots=True)
-class OnDevice:
-    """Where rows are added that lie on a device.
+class DeviceContext:
+    """Device on which buffers are reduced.
 
     Args:
-        device: Which.
-        copies: Lets launches run beside training, and tells when they are over.
-        staged: MPI sends copies on the host (`StagedBuffer`); else it takes the device's memory.
+        device: A CUDA device, or an emulated one.
+        copies: Copies to and from the host, and the stream for reductions.
+        staged: MPI sends host copies (`ReduceBuffer.outgoing`); otherwise device memory.
     """
 
     device: torch.device
@@ -66,137 +53,139 @@ class OnDevice:
 
 
 def window(peers: int) -> int:
-    """Return how many chunks are under way at a time, between so many ranks."""
+    """Return the number of chunks in flight between a number of ranks."""
     return max(2, MESSAGES // peers)
 
 
 def in_window(
     chunks: Sequence[Spans],
     window: int,
+    test: "Callable[[list[MPI.Request]], object]",
     start: Callable[[int], "list[MPI.Request]"],
     finish: Finish,
 ) -> Waits:
-    """Start chunks of a row, and finish each in order with a window of them under way."""
-    count, test = len(chunks), load().Request.Testall
-    crossing: deque[tuple[float, list[MPI.Request]]] = deque()
+    """Start the chunks of a buffer, and finish them in order, with a window of them in flight.
+
+    Args:
+        chunks: Of the buffer.
+        window: Number of chunks in flight.
+        test: `MPI.Request.Testall`.
+        start: Starts the messages of a chunk.
+        finish: Called for each chunk in order, once its messages have arrived.
+    """
+    count = len(chunks)
+    in_flight: deque[tuple[float, list[MPI.Request]]] = deque()
     for index in range(count + window):
-        if index >= window and crossing:
-            begun, requests = crossing.popleft()
+        if index >= window and in_flight:
+            start_seconds, requests = in_flight.popleft()
             yield requests
-            trace.record(trace.MESSAGES, begun, key=index - window)
+            trace.record(trace.MESSAGES, start_seconds, key=index - window)
             yield from finish(index - window)
         if index < count:
-            crossing.append((time.perf_counter(), start(index)))
-            # Messages of the size of ours do not leave before the library is called again.
-            test(crossing[0][1])
+            in_flight.append((time.perf_counter(), start(index)))
+            # MPI sends messages of this size only when it is called again.
+            test(in_flight[0][1])
 
 
-def turns_of(here: int, size: int) -> list[int]:
-    """Return the others of a group in the order in which one sends to them.
+def peer_order(local: int, size: int) -> list[int]:
+    """Return the other ranks of a group in the order in which rank ``local`` sends to them.
 
-    Each begins with the one after it: in the same order all would send to one at a time.
+    Each rank starts with its successor, so that ranks do not all send to the same peer at a time.
     """
-    return [(here + turn) % size for turn in range(1, size)]
+    return [(local + distance) % size for distance in range(1, size)]
 
 
-def outgoing(source: ReduceBuffer, spans: Spans) -> Sequence[torch.Tensor]:
-    """Return what MPI on the host sends of spans."""
-    return (source.outgoing if isinstance(source, StagedBuffer) else source.payloads)(spans)
-
-
-def adder_of(
+def make_weighted_mean(
     codec: Codec,
     weights: Sequence[int],
     total: int,
     rounded: dict[int, torch.Tensor],
-    where: OnDevice | None,
+    where: DeviceContext | None,
     *,
     of_gradients: bool,
 ) -> WeightedMean:
-    """Return what adds where rows lie."""
+    """Return a `WeightedMean` on the device of the buffers."""
     device = CPU if where is None else where.device
     return WeightedMean(codec, weights, total, rounded, device, of_gradients=of_gradients)
 
 
 class ExchangeMemory:
-    """Memory that exchanges keep: where is added, and where MPI reads and writes.
+    """Reusable memory of an all-reduce: to reduce in, and for MPI to read and write.
 
     Args:
-        codec: What crosses.
-        chunks: Under way at a time.
+        codec: Wire format.
+        chunks: Number of chunks in flight.
         where: As in `daso.comm.allreduce.direct.deterministic_allreduce`.
-        poll: Lets messages move while a device is waited for.
+        poll: Lets MPI progress during waits for the device.
     """
 
     def __init__(
-        self, codec: Codec, chunks: int, where: OnDevice | None, poll: Callable[[], object]
+        self, codec: Codec, chunks: int, where: DeviceContext | None, poll: Callable[[], object]
     ) -> None:
         self.codec, self.where, self._poll = codec, where, poll
         self._copies: DeviceStaging | None = None if where is None else where.copies
         self._staged = where is not None and where.staged
         self.buffer = byte_buffer if where is None or where.staged else device_buffer
         self.device = CPU if where is None else where.device
-        self.kept = BufferPool(chunks, self.device)
-        # What MPI reads and writes: the same memory, but where that is on the host.
-        self.crossing = self.kept
+        self.local_buffers = BufferPool(chunks, self.device)
+        # Memory that MPI reads and writes: the same, or pinned host memory.
+        self.mpi_buffers = self.local_buffers
         if where is not None and where.staged:
-            self.crossing = BufferPool(chunks, CPU, where.copies.memory)
+            self.mpi_buffers = BufferPool(chunks, CPU, where.copies.host_memory)
 
-    def _sent(self, source: ReduceBuffer, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return what MPI sends of spans."""
-        if self._staged:
-            return outgoing(source, spans)
-        return source.payloads(spans)
+    def _outgoing(self, source: ReduceBuffer, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return the payloads of spans in memory that MPI can read."""
+        return source.outgoing(spans) if self._staged else source.payloads(spans)
 
-    def _fetch(self, arrived: torch.Tensor, row: torch.Tensor) -> Arrivals:
-        """Bring what MPI wrote to where it is added, unless it lies there."""
+    def _copy_in(self, arrived: torch.Tensor, target: torch.Tensor) -> Arrivals:
+        """Copy a received payload to the device, if it was received on the host."""
         if self._staged and self._copies is not None:
-            yield self._polled(self._copies.back(arrived, row))
+            yield self._polled(self._copies.to_device(arrived, target))
 
-    def _bring(self, row: torch.Tensor, leaving: torch.Tensor) -> Arrivals:
-        """Bring what was added, and is over, to where MPI reads it, unless it lies there."""
+    def _copy_out(self, source: torch.Tensor, leaving: torch.Tensor) -> Arrivals:
+        """Copy a computed payload to the host, if MPI sends from there."""
         if self._staged and self._copies is not None:
-            with self._copies.beside():
-                over = self._copies.out(row, leaving)
+            with self._copies.side_stream():
+                over = self._copies.to_host(source, leaving)
             yield self._polled(over)
 
     def _polled(self, over: Arrived) -> Arrived:
-        """Let other chunks' messages move while something is waited for."""
+        """Return ``over``, with MPI progress for the messages of other chunks at each call."""
         return lambda: bool(self._poll()) or over()
 
-    def _beside(self) -> AbstractContextManager[None]:
-        """Let what is computed meanwhile run beside training."""
-        return nullcontext() if self._copies is None else self._copies.beside()
+    def _side_stream(self) -> AbstractContextManager[None]:
+        """Launch kernels on a stream that overlaps with training."""
+        return nullcontext() if self._copies is None else self._copies.side_stream()
 
-    def _made(self, count: int, rows: Callable[[int], object]) -> Arrivals:
-        """Make what MPI will write on a device, and wait until whoever had that memory is done."""
+    def _allocate(self, count: int, rows: Callable[[int], object]) -> Arrivals:
+        """Allocate receive memory on the device; wait for kernels that still use that memory."""
         if self._copies is not None:
-            with self._copies.beside():
-                for index in range(min(count, self.kept.window)):
+            with self._copies.side_stream():
+                for index in range(min(count, self.local_buffers.window)):
                     rows(index)
-            yield from self._computed()
+            yield from self._wait_computed()
 
-    def _computed(self) -> Arrivals:
-        """Wait until that is over: MPI and others may take what it made, and write what it read."""
+    def _wait_computed(self) -> Arrivals:
+        """Wait for kernels, before MPI reads their results or overwrites their inputs."""
         if self._copies is not None:
-            with self._copies.beside():
-                over = self._copies.mark()
+            with self._copies.side_stream():
+                over = self._copies.completion()
             yield self._polled(over)
 
 
 class OrderedAllReduce(ExchangeMemory):
-    """What takes means over a communicator with one level of ranks.
+    """Base of all-reduces over one level of ranks, added in rank order.
 
-    Not to be run twice at the same time: what crosses beside it takes one of its own.
+    Must not run twice at the same time: a concurrent exchange needs its own object.
 
     Args:
         comm: Communicator of the engine.
-        codec: What crosses.
-        weights: Weight of each rank's row, in rank order.
-        total: What the sum is divided by.
-        rounded: What the owners of parts rounded away, by start of the part.
+        codec: Wire format.
+        weights: Weight of each rank's buffer, in rank order.
+        total: Divisor of the sum.
+        rounded: Rounding errors of the parts that this rank reduces, by start of the part.
         where: As in `daso.comm.allreduce.direct.deterministic_allreduce`.
-        of_gradients: As there.
+        of_gradients: As in `WeightedMean`.
     """
 
     def __init__(
@@ -206,10 +195,55 @@ class OrderedAllReduce(ExchangeMemory):
         weights: Sequence[int],
         total: int,
         rounded: dict[int, torch.Tensor],
-        where: OnDevice | None,
+        where: DeviceContext | None,
         *,
         of_gradients: bool = False,
     ) -> None:
-        super().__init__(codec, window(len(weights)), where, lambda: comm.Iprobe(tag=NOTHING))
-        self.comm = comm
-        self.adder = adder_of(codec, weights, total, rounded, where, of_gradients=of_gradients)
+        super().__init__(codec, window(len(weights)), where, lambda: comm.Iprobe(tag=PROBE_TAG))
+        self.comm, self.test = comm, load().Request.Testall
+        self.adder = make_weighted_mean(
+            codec, weights, total, rounded, where, of_gradients=of_gradients
+        )
+
+
+class PairwiseExchange(OrderedAllReduce):
+    """All-reduce of two ranks: each sends its whole buffer and adds both.
+
+    Sends as many bytes as reduce-scatter and all-gather, in one phase: the mean is not rounded a
+    second time, and is computed where it is delivered.
+    """
+
+    def run(self, source: ReduceBuffer, chunks: Chunks) -> Requests:
+        """Replace a buffer by the mean; as `ReduceScatterAllGather.run`."""
+        spans = [whole(parts) for parts in chunks]
+        rank, nbytes = self.comm.Get_rank(), 0
+
+        def start(index: int) -> "list[MPI.Request]":
+            nonlocal nbytes
+            (sent,) = self._outgoing(source, [spans[index]])
+            nbytes += sent.nbytes
+            other = self.buffer(self._received(self.mpi_buffers, index, sent.nbytes))
+            receive = self.comm.Irecv(other, 1 - rank, SWAP)
+            return [receive, self.comm.Isend(self.buffer(sent), 1 - rank, SWAP)]
+
+        def finish(index: int) -> Waits:
+            (sent,) = source.payloads([spans[index]])
+            other = self._received(self.local_buffers, index, sent.nbytes)
+            yield from self._copy_in(self._received(self.mpi_buffers, index, sent.nbytes), other)
+            versions = [sent, other] if rank == 0 else [other, sent]
+            with self._side_stream():
+                source.deliver(*spans[index], self.adder.mean(versions), sent)
+            yield from self._wait_computed()
+
+        yield from self._allocate(
+            len(spans),
+            lambda index: self._received(
+                self.local_buffers, index, self.codec.nbytes(spans[index][1] - spans[index][0])
+            ),
+        )
+        yield from in_window(chunks, self.local_buffers.window, self.test, start, finish)
+        return nbytes
+
+    def _received(self, rows: BufferPool, index: int, nbytes: int) -> torch.Tensor:
+        """Return memory for the other rank's payload of a chunk."""
+        return rows.row("other", index, nbytes, torch.uint8)

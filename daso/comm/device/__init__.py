@@ -1,1 +1,1 @@
-"""What is done on CUDA devices: staging, kernels, libraries."""
+"""CUDA devices: staging in host memory, GPU-aware MPI, NCCL."""

@@ -1,79 +1,86 @@
-"""Whether MPI itself reads and writes the memory of CUDA devices."""
+"""Checks that MPI can read and write the memory of CUDA devices."""
 
 import ctypes
 from typing import TYPE_CHECKING
 
 import torch
 
+from daso.comm.control import gather
 from daso.comm.device.staging import DeviceStaging
-from daso.comm.dtypes import device_buffer
 from daso.comm.engine import Work
 from daso.comm.mpi import load
+from daso.comm.reduction import device_buffer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["cuda_aware", "library_problem", "trial"]
+    from daso.comm.topology import Topology
 
-NUMBERS = 1 << 14  # that are sent on trial: more than what crosses in one eager message
+TRIAL_NUMEL = 1 << 14  # larger than an eager message
 TAG = 9
 REMEDY = "leave gpu_direct out, or take an MPI library with CUDA built in and switched on"
 
 
 def cuda_aware() -> bool | None:
-    """Return what the loaded MPI library says of itself; None where it cannot be asked.
+    """Return whether the loaded MPI library reports CUDA support, or None if it has no query.
 
-    Open MPI and MPICH can (``MPIX_Query_cuda_support``).
+    Open MPI and MPICH have one (``MPIX_Query_cuda_support``).
     """
-    # Its names are not global, but found through what was linked with it.
+    # The library's symbols are not global, but reachable through the module linked to it.
     query = getattr(ctypes.CDLL(load().__file__), "MPIX_Query_cuda_support", None)
     return None if query is None else bool(query())
 
 
-def library_problem(world: "MPI.Comm", device: torch.device) -> str | None:
-    """Return why MPI will not send from ``device``'s memory, by its own word; None if it will.
+def library_problem(
+    topology: "Topology", device: torch.device, timeout_seconds: float
+) -> str | None:
+    """Return why MPI cannot send from ``device``, as the library reports it, or None if it can.
 
-    Collective over ``world``; blocking.
+    Collective over the world; blocking.
     """
     if device.type != "cuda":
         return f"Exchange(gpu_direct=True) needs parameters on a CUDA device, not on {device}"
-    says = cuda_aware()
-    if all(world.allgather(bool(says))):
+    reported = cuda_aware()
+    if all(gather(topology, bool(reported), timeout_seconds)):
         return None
-    word = {True: "does so here but not everywhere", False: "says no", None: "does not say"}
+    answer = {
+        True: "does so here but not everywhere",
+        False: "reports no support",
+        None: "has no such call",
+    }
     return (
         f"Exchange(gpu_direct=True) needs an MPI library that reads and writes the memory of CUDA "
-        f"devices (MPIX_Query_cuda_support), but this one {word[says]}; {REMEDY}"
+        f"devices (MPIX_Query_cuda_support), but this one {answer[reported]}; {REMEDY}"
     )
 
 
 def trial(comm: "MPI.Comm", device: torch.device, copies: DeviceStaging) -> Work[str | None]:
-    """Let every rank send a row from its device to the next; return what is wrong with that.
+    """Send a buffer from each rank's device to the next rank; return the problem found, or None.
 
-    Tried where it will be used: between the same ranks, by the same thread. A library that says
-    that it is able to and is not may end the process here.
+    Runs between the ranks and in the thread that will use it. A library that reports support
+    without having it may end the process here.
 
     Collective over ``comm``; non-blocking, as work for the engine.
     """
-    copies.attach()
+    copies.bind_thread()
     rank, size = comm.Get_rank(), comm.Get_size()
-    with copies.beside():
-        sent = torch.arange(rank, rank + NUMBERS, dtype=torch.float32, device=device)
-        found = torch.full_like(sent, -1)
-        made = copies.mark()
-    yield made
+    with copies.side_stream():
+        sent = torch.arange(rank, rank + TRIAL_NUMEL, dtype=torch.float32, device=device)
+        received = torch.full_like(sent, -1)
+        ready = copies.completion()
+    yield ready
     yield [
-        comm.Irecv(device_buffer(found), (rank - 1) % size, TAG),
+        comm.Irecv(device_buffer(received), (rank - 1) % size, TAG),
         comm.Isend(device_buffer(sent), (rank + 1) % size, TAG),
     ]
-    there = copies.memory(found.nbytes).view(found.dtype)
-    with copies.beside():
-        arrived = copies.out(found, there)
+    on_host = copies.host_memory(received.nbytes).view(received.dtype)
+    with copies.side_stream():
+        arrived = copies.to_host(received, on_host)
     yield arrived
-    expected = torch.arange(NUMBERS, dtype=there.dtype, device="cpu") + (rank - 1) % size
-    if torch.equal(there, expected):
+    expected = torch.arange(TRIAL_NUMEL, dtype=on_host.dtype, device="cpu") + (rank - 1) % size
+    if torch.equal(on_host, expected):
         return None
     return (
-        f"this MPI library says that it reads and writes the memory of CUDA devices, but a row "
+        f"this MPI library reports that it reads and writes the memory of CUDA devices, but a row "
         f"sent from one arrived as something else; {REMEDY}"
     )

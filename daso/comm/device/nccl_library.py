@@ -1,4 +1,4 @@
-"""NCCL as cupy brings it: what there is, and how a node's communicator starts."""
+"""NCCL through cupy: its availability, and the start of a node's communicator."""
 
 import functools
 import threading
@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from daso.errors import told
+from daso.comm.control import broadcast_in_node
+from daso.errors import summarize
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["describe", "library", "start"]
-
+    from daso.comm.topology import Topology
 
 NOT_FOUND = "cupy finds no libnccl.so.2"
-# By the CUDA that torch was built with, as torch tells it.
+# By the CUDA version of torch.
 REMEDIES = {
     "12": ("pip install cupy-cuda12x", "pip install nvidia-nccl-cu12"),
     "13": ("pip install cupy-cuda13x", "pip install nvidia-nccl-cu13"),
@@ -31,73 +29,78 @@ OTHERWISE = (
 
 @functools.cache
 def describe() -> dict[str, Any]:
-    """Return whether NCCL can be loaded, and its version; or why not, and the remedy."""
+    """Return whether NCCL can be loaded, with its version or with the reason and the remedy."""
     with_cupy, with_nccl = REMEDIES.get((torch.version.cuda or "").partition(".")[0], OTHERWISE)
     try:
         import cupy
-    except Exception as error:  # also where what it needs does not load
+    except Exception as error:  # also if a library that it needs does not load
         remedy = f"install cupy for torch's CUDA: {with_cupy}"
-        return {"available": False, "why": told(error), "remedy": remedy}
-    found: dict[str, Any] = {"available": False, "cupy": cupy.__version__}
+        return {"available": False, "why": summarize(error), "remedy": remedy}
+    report: dict[str, Any] = {"available": False, "cupy": cupy.__version__}
     try:
-        with warnings.catch_warnings(record=True) as said:  # cupy warns of what does not load
+        with warnings.catch_warnings(record=True) as loading:  # of what does not load
             warnings.simplefilter("always")
             from cupy.cuda import nccl
         if nccl.available:
-            return {**found, "available": True, "version": nccl.get_version()}
-        found["why"] = " ".join(str(said[-1].message).split()) if said else NOT_FOUND
+            return {**report, "available": True, "version": nccl.get_version()}
+        report["why"] = " ".join(str(loading[-1].message).split()) if loading else NOT_FOUND
     except Exception as error:
-        found["why"] = told(error)
-    return {**found, "remedy": f"install NCCL for torch's CUDA: {with_nccl}"}
+        report["why"] = summarize(error)
+    return {**report, "remedy": f"install NCCL for torch's CUDA: {with_nccl}"}
 
 
 def library() -> Any:
-    """Return cupy's NCCL. Raises ImportError where `describe` says there is none."""
+    """Return cupy's NCCL module; raises ImportError where `describe` reports it unavailable."""
     from cupy.cuda import nccl
 
     return nccl
 
 
 def start(
-    node: "MPI.Comm", nccl: Any, within: Callable[[], AbstractContextManager[Any]], seconds: float
+    topology: "Topology",
+    nccl: Any,
+    within: Callable[[], AbstractContextManager[Any]],
+    seconds: float,
 ) -> Any:
-    """Return a communicator over the ranks of a node; needs neither address nor port.
+    """Return an NCCL communicator over the ranks of a node; needs neither address nor port.
 
     Collective over the node; blocking.
     """
     name, problem = None, None
-    if node.Get_rank() == 0:
+    if topology.local_rank == 0:
         try:
             name = nccl.get_unique_id()
-        except Exception as error:  # the others wait for a word
-            problem = told(error)
-    name, problem = node.bcast((name, problem))
+        except Exception as error:  # the other ranks wait for the broadcast
+            problem = summarize(error)
+    name, problem = broadcast_in_node(topology, (name, problem), seconds)
     if problem is not None:
         raise RuntimeError(problem)
-    return _in_time(
-        lambda: nccl.NcclCommunicator(node.Get_size(), name, node.Get_rank()), within, seconds
+    return _call_with_limit(
+        lambda: nccl.NcclCommunicator(topology.local_size, name, topology.local_rank),
+        within,
+        seconds,
     )
 
 
-def _in_time(
+def _call_with_limit(
     make: Callable[[], Any], within: Callable[[], AbstractContextManager[Any]], seconds: float
 ) -> Any:
-    """Return what a call makes that waits for other ranks, which may never come."""
-    made: list[Any] = []
+    """Return the result of a call that waits for other ranks; raise if it exceeds the limit."""
+    results: list[Any] = []
     problems: list[str] = []
 
     def run() -> None:
         try:
             with within():
-                made.append(make())
+                results.append(make())
         except Exception as error:
-            problems.append(told(error))
+            problems.append(summarize(error))
 
     thread = threading.Thread(target=run, name="daso-nccl", daemon=True)
     thread.start()
     thread.join(seconds)
-    if made:
-        return made[0]
+    if results:
+        return results[0]
     raise RuntimeError(
         problems[0] if problems else f"not all ranks of the node started it within {seconds:g} s"
     )

@@ -1,4 +1,4 @@
-"""What a rank that computes on a device needs of it, to meet others on the host."""
+"""Interface of the copies between a device and its host."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -8,19 +8,17 @@ import torch
 
 from daso.comm.step_timer import Timestamp
 
-__all__ = ["Arrived", "DeviceStaging"]
-
 Arrived = Callable[[], bool]
 
 
 class DeviceStaging(Protocol):
-    """Copies between a device and its host, beside everything else. Nothing here blocks.
+    """Copies between a device and its host that overlap with kernels. No method blocks.
 
-    What is launched on a device is carried out later; an `Arrived` tells when.
+    A device runs launched operations later; an `Arrived` returns whether they have finished.
     """
 
-    def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
-        """Start a copy to the host, after what this thread launched so far.
+    def to_host(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
+        """Start a copy to the host, after the kernels that this thread launched so far.
 
         Args:
             source: On the device (numel); must not be changed before the copy has arrived.
@@ -28,51 +26,54 @@ class DeviceStaging(Protocol):
         """
         ...
 
-    def back(self, source: torch.Tensor, target: torch.Tensor, *, in_turn: bool = False) -> Arrived:
+    def to_device(
+        self, source: torch.Tensor, target: torch.Tensor, *, in_order: bool = False
+    ) -> Arrived:
         """Start a copy to the device.
 
         Args:
             source: On the host (numel); must not be changed before the copy has arrived.
             target: On the device (numel).
-            in_turn: After what this thread launched so far, which may still read ``target``.
+            in_order: After the kernels that this thread launched so far, which may still read
+                ``target``.
         """
         ...
 
-    def beside(self) -> AbstractContextManager[None]:
-        """Let what this thread launches meanwhile run beside what other threads launch."""
+    def side_stream(self) -> AbstractContextManager[None]:
+        """Launch this thread's kernels on a separate stream while the context is open."""
         ...
 
-    def attach(self) -> None:
-        """Let the calling thread be one of the device's from now on, for libraries that ask."""
+    def bind_thread(self) -> None:
+        """Make the device the current one of the calling thread, for libraries that need it."""
         ...
 
-    def here(self) -> object:
-        """Return what the calling thread launches on."""
+    def current_stream(self) -> object:
+        """Return the calling thread's stream."""
         ...
 
-    def lend(self, tensors: Iterable[torch.Tensor], to: object) -> None:
-        """Let others use tensors that were made `beside`.
+    def record_stream(self, tensors: Iterable[torch.Tensor], stream: object) -> None:
+        """Let kernels of another stream use tensors that were made in `side_stream`.
 
-        Their memory is not given away before what is launched there until then is over.
+        Their memory is not reused before these kernels have finished.
         """
         ...
 
-    def mark(self) -> Arrived:
-        """Return what tells when all that this thread launched so far, there, is over."""
+    def completion(self) -> Arrived:
+        """Return a function that tests whether this thread's earlier kernels have finished."""
         ...
 
-    def stamp(self) -> Timestamp:
-        """Launch a stamp of the time there; see `daso.comm.step_timer`."""
+    def timestamp(self) -> Timestamp:
+        """Record a timestamp on this thread's stream; see `daso.comm.step_timer`."""
         ...
 
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """Return host memory (nbytes, uint8) that copies need not stage once more."""
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Return pinned host memory (nbytes, uint8)."""
         ...
 
     def pin(self, rows: Sequence[torch.Tensor]) -> None:
-        """Let copies to and from rows on the host go as fast as from `memory`."""
+        """Pin host buffers, so that their copies are as fast as those of `host_memory`."""
         ...
 
     def unpin(self) -> None:
-        """Take back every `pin`, before the rows' memory is given back; idempotent."""
+        """Unpin all host buffers, before their memory is freed; idempotent."""
         ...

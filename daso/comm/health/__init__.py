@@ -1,1 +1,1 @@
-"""Whether ranks are alive, in step, and told to stop."""
+"""Liveness of ranks, lost ranks and spares, and ranks that are out of step."""

@@ -1,8 +1,8 @@
-"""Finds out who is missing, when a rank has waited in vain for all it is allowed to.
+"""Finds the missing ranks after a wait has exceeded its limit.
 
-Nothing is sent before. Then the rank asks, and those that are waiting too, or that exchange in the
-background, say that they are there, and pass it on (`daso.comm.health.census`). Of whom nothing is
-heard is gone, cut off, or busy with something else for longer than a step should take.
+No message is sent before that. Then the waiting rank asks, and the ranks that are also waiting, or
+that exchange in the background, answer and pass the question on (`daso.comm.health.census`). A rank
+that does not answer is lost, disconnected, or busy for longer than a step should take.
 """
 
 import threading
@@ -12,25 +12,23 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from daso.comm.health.census import Census
-from daso.comm.health.control_messages import ControlChannel
+from daso.comm.health.step_watchdog import ControlChannel
 from daso.comm.mpi import load
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LivenessProbe"]
-
-ANSWER_SECONDS = 3.0  # ranks that began to wait together give up together, more or less
+ANSWER_SECONDS = 3.0  # ranks that started to wait together give up at about the same time
 POLL_SECONDS = 1e-3
-DIRECTLY = 0.5  # of these seconds, in which who is silent is asked without others between
+DIRECT_FRACTION = 0.5  # last part of these seconds, in which silent ranks are asked directly
 NOTE = 1  # tag
 
 
 class LivenessProbe:
-    """Asks all ranks whether they are there; used by the training thread and the engine.
+    """Asks all ranks for an answer; used by the training thread and the engine.
 
     Args:
-        make_comm: Makes a communicator of its own over all ranks, as ``world.Dup`` does.
+        make_comm: Makes a separate communicator over all ranks, such as ``world.Dup``.
         hosts: Host of every rank.
 
     Collective over the world; blocking.
@@ -44,31 +42,35 @@ class LivenessProbe:
 
     @property
     def comm(self) -> "MPI.Comm":
-        """What it asks over."""
+        """Communicator of the probe's messages."""
         return self._notes.comm
 
     def answer(self) -> None:
-        """Answer those who ask. Does not block; cheap."""
+        """Answer the probes of other ranks. Does not block; takes microseconds."""
         arrived: list[tuple[int, Sequence[int]]] = []
         with self._lock:
             try:
                 for source, _, numbers in self._notes.arrived():
                     arrived.append((source, numbers))
-            finally:  # what came before a connection was lost counts
-                self._census.heard(arrived, time.perf_counter())
+            finally:  # messages that arrived before a connection was lost count
+                self._census.receive(arrived, time.perf_counter())
 
     def _send(self, rank: int, numbers: Sequence[int]) -> None:
-        with suppress(load().Exception):  # of this connection: nobody answers there
+        with suppress(load().Exception):  # of a lost connection
             self._notes.send(rank, NOTE, *numbers)
 
     def missing(self, absent: Sequence[int] = ()) -> str:
-        """Ask, wait for a few seconds, and say of whom nothing was heard."""
+        """Probe all ranks for a few seconds; return a text that names the silent ones.
+
+        Args:
+            absent: Ranks that have not arrived, named if every rank answers.
+        """
         with suppress(load().Exception):
             self.answer()
         with self._lock:
             self._census.ask(time.perf_counter())
         end = time.perf_counter() + ANSWER_SECONDS
-        directly = end - DIRECTLY * ANSWER_SECONDS
+        directly = end - DIRECT_FRACTION * ANSWER_SECONDS
         while time.perf_counter() < end and self._census.silent:
             with suppress(load().Exception):  # a lost connection; others may still answer
                 self.answer()
@@ -78,15 +80,15 @@ class LivenessProbe:
             time.sleep(POLL_SECONDS)
         silent = self._census.silent
         if not silent and absent:
-            return f"every rank answers, but world rank {self._names(absent)} did not come"
+            return f"every rank answers, but world rank {self._names(absent)} did not arrive"
         if not silent:
-            return "every rank answers, so the link is slow, or an exchange too large for it"
+            return "every rank answers, so the link is slow, or the exchange is too large for it"
         names = self._names(silent)
-        return f"no answer from world rank {names}, which hangs, or the link to it does"
+        return f"no answer from world rank {names}, which hangs or is disconnected"
 
     def _names(self, ranks: Iterable[int]) -> str:
         return ", ".join(f"{rank} on host {self.hosts[rank]}" for rank in ranks)
 
     def free(self) -> None:
-        """Give the communicator back. Collective over the world; blocking; idempotent."""
+        """Free the communicator. Collective over the world; blocking; idempotent."""
         self._notes.free()

@@ -1,44 +1,115 @@
-"""Finds out that ranks wait for each other in different places, long before the stall limit.
+"""Detects ranks that wait for each other in different operations, long before the stall limit.
 
-A rank that has taken its last step and comes to a meeting of all ranks (`synchronize`, `end_epoch`)
-waits there for others that may still be stepping, and they wait for it in an average. Whoever has
-waited in vain for a while at a meeting rings: it tells its neighbours after how many steps it came.
-Who waits inside a later step then knows that the step will never be complete, gives up, and says so
-to its neighbours, who pass it on. Neighbours are the ranks at distances of 1, 2, 4 ...: of ranks in
-two places some are always neighbours, and each sends 2 log2(ranks) messages. Nothing is sent as
-long as nobody waits that long.
+A rank that has taken its last step and calls a collective of all ranks (`synchronize`, `end_epoch`:
+a *meeting*) waits for ranks that may still be stepping, and they wait for it in an average. A rank
+that has waited for a while at a meeting sends its step count to its neighbors. A neighbor in a
+later step then knows that the step cannot complete; it gives up and sends this to its
+neighbors, which pass it on. Neighbors are the ranks at distances of 1, 2, 4 ...: of ranks in two
+operations some are always neighbors, and each rank sends 2 log2(ranks) messages. No message is sent
+while no rank waits that long.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from daso.comm.health.control_messages import ControlChannel
+import torch
+
+from daso.comm.mpi import load
+from daso.comm.reduction import sum_buffer
 from daso.errors import ExchangeError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LATE_SECONDS", "StepWatchdog", "neighbours"]
-
-LATE_SECONDS = 2.0  # of waiting before anybody rings or listens
 MEETING, GIVEN_UP = 1, 2  # tags
-NUMBERS = 5  # of each note
+NUMBERS = 5  # integers in each message
 
 
 def neighbours(rank: int, ranks: int) -> list[int]:
-    """Return the other ranks at distances of powers of two, on a ring of all."""
+    """Return the other ranks at distances of powers of two, on a ring of all ranks."""
     distances = [1 << bit for bit in range(ranks.bit_length()) if 1 << bit < ranks]
     both = {(rank + sign * distance) % ranks for distance in distances for sign in (1, -1)}
     return sorted(both - {rank})
 
 
-class StepWatchdog:
-    """One rank's watchdog; used by its training thread and its engine.
+class ControlChannel:
+    """Sends and receives small control messages; not thread-safe.
 
     Args:
-        world: All ranks; a communicator of its own is made.
+        make_comm: Makes a separate communicator over all ranks, such as ``world.Dup``.
+        numbers: Integers in each message.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(self, make_comm: "Callable[[], MPI.Comm]", numbers: int = 4) -> None:
+        self.comm, self._numbers = make_comm(), numbers
+        self.rank: int = self.comm.Get_rank()
+        self.others = [rank for rank in range(self.comm.Get_size()) if rank != self.rank]
+        self._sending: list[tuple[MPI.Request, torch.Tensor]] = []
+        self._sent = torch.zeros(self.comm.Get_size(), dtype=torch.int64, device="cpu")  # by rank
+        self._received = torch.zeros_like(self._sent)
+
+    def send(self, rank: int, tag: int, *numbers: int) -> None:
+        """Send a control message. Does not block."""
+        row = torch.tensor([*numbers, *[0] * (self._numbers - len(numbers))], device="cpu")
+        self._sending.append((self.comm.Isend(sum_buffer(row), rank, tag), row))
+        self._sent[rank] += 1
+        # Last, because it raises if the connection of an earlier message is lost.
+        self._sending = [sending for sending in self._sending if not sending[0].Test()]
+
+    def arrived(self) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """Yield the messages that have arrived. Does not block."""
+        status = load().Status()
+        while self.comm.Iprobe(status=status):
+            source, tag = status.Get_source(), status.Get_tag()
+            row = torch.empty(self._numbers, dtype=torch.int64, device="cpu")
+            self.comm.Recv(sum_buffer(row), source, tag)
+            self._received[source] += 1
+            yield source, tag, row.tolist()
+
+    def free(self) -> None:
+        """Receive all pending messages, and free the communicator.
+
+        MPI reuses the context of a freed communicator for the next one. A message that is still in
+        flight would be received there, in the middle of an exchange.
+
+        Collective over the world; blocking; idempotent.
+        """
+        mpi = load()
+        if self.comm == mpi.COMM_NULL:
+            return
+        expected = torch.empty_like(self._sent)
+        self.comm.Alltoall(sum_buffer(self._sent), sum_buffer(expected))
+        while not torch.equal(self._received, expected):
+            for _ in self.arrived():
+                pass
+        mpi.Request.Waitall([request for request, _ in self._sending])
+        self.comm.Free()
+
+
+class Position(NamedTuple):
+    """Position of a rank in its training.
+
+    Args:
+        steps: Number of steps taken, including one in progress.
+        rounds: Number of averages of gradients over all ranks that it has started.
+        relevant_ranks: Ranks whose messages can mean that this rank waits in vain. None: all; in a
+            backward that averages inside of a node, the ranks of that node.
+    """
+
+    steps: int = 0
+    rounds: int = 0
+    relevant_ranks: frozenset[int] | None = None
+
+
+class StepWatchdog:
+    """Watchdog of one rank; used by its training thread and its engine.
+
+    Args:
+        world: All ranks; the communicator is duplicated.
 
     Collective over the world; blocking.
     """
@@ -46,84 +117,88 @@ class StepWatchdog:
     def __init__(self, world: "MPI.Comm") -> None:
         self._notes = ControlChannel(world.Dup, NUMBERS)
         self._neighbours = neighbours(self._notes.rank, world.Get_size())
-        self.steps = 0  # that this rank has taken or is in the middle of
-        self.rounds = 0  # averages of gradients over all ranks that this rank has begun
-        self.at_meeting = False
-        # Ranks whose rings may mean that this one waits in vain: in a backward that averages in its
-        # node, those of its node. None: all.
-        self.heeds: frozenset[int] | None = None
-        self._kept: list[tuple[int, Sequence[int]]] = []  # rings of others, not judged yet
-        self._meetings = 0  # that are over: the same on all ranks that are not out of step
-        self._rung = False  # at this meeting
+        self._position: Callable[[], Position] = Position
+        self._meeting_step: int | None = None  # None: this rank is not at a meeting
+        self._pending: list[tuple[int, Sequence[int]]] = []  # messages without a verdict so far
+        self._meetings = 0  # finished meetings: equal on all ranks unless they are out of step
+        self._announced = False  # at this meeting
         self._verdict: str | None = None
         self._lock = threading.Lock()
 
+    def follow(self, position: Callable[[], Position]) -> None:
+        """Set the function that returns this rank's position; called after a long wait."""
+        self._position = position
+
     @contextmanager
     def meeting(self, steps: int) -> Iterator[None]:
-        """Be at a meeting of all ranks, after so many steps."""
-        self.steps, self.at_meeting, self._rung, self.heeds = steps, True, False, None
+        """Mark this rank as being at a meeting, after ``steps`` steps, during the context."""
+        self._meeting_step, self._announced = steps, False
         yield
         with self._lock:
-            self.at_meeting, self._meetings = False, self._meetings + 1
+            self._meeting_step, self._meetings = None, self._meetings + 1
 
     @property
     def given_up(self) -> bool:
-        """Whether ranks are known to be out of step: nothing collective may follow."""
+        """True once ranks are known to be out of step: no collective may follow."""
         return self._verdict is not None
 
     def late(self) -> None:
-        """Ring where this rank waits at a meeting, and listen to the others. Does not block."""
+        """Announce a long wait at a meeting, and read the other ranks' messages. Does not block."""
         with self._lock:
             if self._verdict is None:
-                if self.at_meeting and not self._rung:
-                    self._rung = True
-                    self._tell(MEETING, self.steps, self._meetings, self.rounds)
-                self._listen()
+                here = self._position()
+                if self._meeting_step is not None:
+                    here = Position(self._meeting_step, here.rounds)
+                    if not self._announced:
+                        self._announced = True
+                        self._send(MEETING, here.steps, self._meetings, here.rounds)
+                self._read(here)
             if self._verdict is not None:
                 raise ExchangeError(self._verdict)
 
-    def _tell(self, tag: int, *numbers: int) -> None:
+    def _send(self, tag: int, *numbers: int) -> None:
         for rank in self._neighbours:
             self._notes.send(rank, tag, *numbers)
 
-    def _listen(self) -> None:
-        kept, self._kept = self._kept, []
-        rings = [(source, MEETING, numbers) for source, numbers in kept]
-        for source, tag, numbers in [*rings, *self._notes.arrived()]:
+    def _read(self, here: Position) -> None:
+        at_meeting = self._meeting_step is not None
+        pending, self._pending = self._pending, []
+        earlier = [(source, MEETING, numbers) for source, numbers in pending]
+        for source, tag, numbers in [*earlier, *self._notes.arrived()]:
             if tag == GIVEN_UP:
                 self._verdict = _text(*numbers)
-                self._tell(GIVEN_UP, *numbers)
-            elif numbers[1] < self._meetings:  # it was waiting for this rank, which came
+                self._send(GIVEN_UP, *numbers)
+            elif numbers[1] < self._meetings:  # it waited for this rank, which has arrived since
                 continue
-            elif self.heeds is not None and source not in self.heeds:
-                self._kept.append((source, numbers))
-            # A rank that came after fewer steps than this one is in will never join it; two that
-            # came after different numbers may each be stuck behind an exchange of theirs.
-            elif numbers[0] < self.steps or (self.at_meeting and numbers[0] > self.steps):
-                self._give_up(source, numbers[0], self._notes.rank, self.steps, 0)
-            # A rank at a meeting never joins an average that it has not begun.
-            elif not self.at_meeting and numbers[0] == self.steps and numbers[2] < self.rounds:
-                self._give_up(source, numbers[2], self._notes.rank, self.rounds, self.steps)
-            else:  # judged again when this rank waits later
-                self._kept.append((source, numbers))
+            elif here.relevant_ranks is not None and source not in here.relevant_ranks:
+                self._pending.append((source, numbers))
+            # A rank at a meeting after fewer steps than this one has taken never joins its step;
+            # two ranks at meetings after different numbers of steps may each wait for an exchange.
+            elif numbers[0] < here.steps or (at_meeting and numbers[0] > here.steps):
+                self._give_up(source, numbers[0], self._notes.rank, here.steps, 0)
+            # A rank at a meeting never joins an average that it has not started.
+            elif not at_meeting and numbers[0] == here.steps and numbers[2] < here.rounds:
+                self._give_up(source, numbers[2], self._notes.rank, here.rounds, here.steps)
+            else:  # checked again when this rank waits later
+                self._pending.append((source, numbers))
             if self._verdict is not None:
                 return
 
     def _give_up(self, *numbers: int) -> None:
         self._verdict = _text(*numbers)
-        self._tell(GIVEN_UP, *numbers)
+        self._send(GIVEN_UP, *numbers)
 
     def revoke(self) -> None:
-        """End all notes, for good, where a rank is lost. Does not block."""
+        """Revoke the communicator after the loss of a rank. Does not block."""
         self._notes.comm.Revoke()
 
     def free(self) -> None:
-        """Give the communicator back. Collective over the world; blocking; idempotent."""
+        """Free the communicator. Collective over the world; blocking; idempotent."""
         self._notes.free()
 
 
 def _text(rank: int, count: int, other: int, others_count: int, steps: int) -> str:
-    """Return the error text: counts of steps, or of averages if ``steps`` is not 0."""
+    """Return the error message: counts of steps, or of averages if ``steps`` is not 0."""
     if not steps:
         return (
             f"every rank must take the same number of steps, but rank {rank} took {count} and rank "

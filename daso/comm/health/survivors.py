@@ -1,12 +1,12 @@
-"""Finds lost ranks, tells the others, and shrinks the world to the nodes that are whole.
+"""Detects lost ranks, notifies the others, and shrinks the world to the complete nodes.
 
 By User-Level Failure Mitigation (ULFM; Bland et al., "Post-failure recovery of MPI communication
 capability", IJHPCA 2013), which Open MPI has from 5.0 on under ``mpirun --with-ft ulfm``. A request
-that a lost rank takes part in ends with an error on those who wait for it. The first who meets one
-revokes all communicators, so that the others do not wait for ranks that went to mend the world.
+that involves a lost rank ends with an error on the ranks that wait for it. The first rank with such
+an error revokes all communicators, so that no rank waits for ranks that already recover.
 
-What no revoking ends is MPI's agreement, so every rank that is left takes part in the same ones:
-behind what all do together, saying 1, or in `regroup`, saying 0, and in none after a 0.
+Revoking does not end MPI's agreement, so all surviving ranks must call the same agreements: with 1
+after a collective operation, or with 0 in `regroup`, and none after a 0.
 """
 
 import os
@@ -17,49 +17,40 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from daso.comm.communicators import WorldCommunicators
 from daso.comm.health.liveness import LivenessProbe
 from daso.comm.health.spares import Member, Reserve, members_of_next_world
 from daso.comm.mpi import library, load
-from daso.comm.topology import RankInfo, Topology
+from daso.comm.rank_info import RankInfo
+from daso.comm.topology import Topology
 from daso.environment import survives_lost_ranks
 from daso.errors import DasoError, ExchangeError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "is_loss",
-    "leave",
-    "losses_named",
-    "lost",
-    "problem",
-    "raise_where_lost",
-    "regroup",
-    "revoke",
-]
-
-NEW = -1  # former rank of one that was a spare
+NEW = -1  # former rank of a spare
 
 
 class _LostError(ConnectionError):
-    """Another rank says that one is lost."""
+    """A rank is lost, as reported by another rank."""
 
 
 def problem() -> str | None:
-    """Return why a job cannot go on without a rank that is lost; None if it can."""
+    """Return why the job cannot survive a lost rank, or None if it can."""
     if survives_lost_ranks():
         return None
     return (
-        f"a job that goes on without a lost rank needs Open MPI 5 or later, started by `mpirun "
+        f"a job that survives a lost rank needs Open MPI 5 or later, started by `mpirun "
         f"--with-ft ulfm` or `daso run --elastic`, but this one runs on {library()} without it"
     )
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Return whether an error says that a rank is lost, or comes of one that does."""
+    """Return whether an error reports a lost rank, or was caused by one that does."""
     mpi = load()
     losses = {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED}
-    losses.add(mpi.ERR_IN_STATUS)  # what several requests met that were tested together
+    losses.add(mpi.ERR_IN_STATUS)  # of several requests tested together
     while error is not None:
         if isinstance(error, _LostError):
             return True
@@ -84,45 +75,45 @@ def losses_named(what: str) -> Iterator[None]:
         if not survives_lost_ranks() or not is_loss(error):
             raise
         raise ExchangeError(
-            f"a job goes on without a lost rank from its first step on, but a rank was lost while "
+            f"a job survives a lost rank from its first step on, but a rank was lost while "
             f"ranks were about to {what}; start the job again"
         ) from error
 
 
 def lost(comm: "MPI.Comm") -> bool:
-    """Return whether a rank is known to be lost, here or on a rank that said so. Does not block."""
+    """Return whether this or another rank has detected a lost rank. Does not block."""
     try:
-        comm.Iprobe()  # lets MPI look
+        comm.Iprobe()  # lets MPI progress
         failed = comm.Get_failed()
     except load().Exception as error:
         return is_loss(error)
-    some = failed.Get_size() > 0
+    any_failed = failed.Get_size() > 0
     failed.Free()
-    return some or comm.Is_revoked()
+    return any_failed or comm.Is_revoked()
 
 
 def revoke(comms: Iterable["MPI.Comm"]) -> None:
-    """End all that anybody waits for on these communicators, for good. Does not block."""
+    """Revoke communicators: all pending operations on them fail. Does not block."""
     mpi = load()
     for comm in comms:
         if comm != mpi.COMM_NULL and not comm.Is_revoked():
             comm.Revoke()
 
 
-def raise_where_lost(topology: Topology) -> None:
-    """Raise on every rank alike where one was lost in what they have just done together.
+def raise_if_lost(topology: Topology) -> None:
+    """Raise on every rank if a rank was lost during the last collective operation.
 
-    Those that met the loss before they came here take part in `regroup`.
+    Ranks that detected the loss earlier answer from `regroup`.
 
     Collective over the world; blocking.
     """
     if not _agree(topology.world_comm, sound=True):
         topology.loss_is_agreed = True
-        raise _LostError("a rank is lost, as another one says")
+        raise _LostError("a rank is lost, as another rank reports")
 
 
 def _agree(comm: "MPI.Comm", *, sound: bool) -> bool:
-    """Return whether all ranks are left and say that all is well. Collective; blocking."""
+    """Return whether no rank is lost and all ranks pass ``sound``. Collective; blocking."""
     try:
         return bool(comm.Agree(int(sound)))
     except load().Exception as error:
@@ -132,23 +123,23 @@ def _agree(comm: "MPI.Comm", *, sound: bool) -> bool:
 
 
 def regroup(topology: Topology, *, ready: bool) -> list[int] | None:
-    """Make a topology that of the nodes that are whole, and of spare ones for those that are not.
+    """Change a topology to the complete nodes, plus spare nodes in place of the broken ones.
 
-    Communicators that lost a rank are kept as they are: to free one takes all of its ranks.
+    Communicators that lost a rank are not freed: freeing one needs all of its ranks.
 
     Args:
-        topology: Changes in place: ranks and nodes have other numbers.
-        ready: Spares may come: they would meet this rank where they begin. Where one rank is not,
-            they wait on, and `Reserve.due` says so.
+        topology: Changed in place: ranks and nodes are renumbered.
+        ready: Spares may join: this rank is where they start. If any rank is not ready, they
+            continue to wait, and `Reserve.due` is set.
 
     Returns:
-        The former world rank of each rank that goes on, `NEW` for one that was a spare; None on a
-        rank that does not: one of a broken node, or a spare that waits on.
+        The former world rank of each member, `NEW` for a former spare; None on a rank that is
+        not a member: one of a broken node, or a spare that continues to wait.
 
     Raises:
-        ExchangeError: No node is whole.
+        ExchangeError: No node is complete.
 
-    Collective over the ranks that are left, also of broken nodes, and spares; blocking.
+    Collective over the surviving ranks, including those of broken nodes, and spares; blocking.
     """
     reserve = topology.reserve
     base = topology.world_comm if reserve is None else reserve.comm
@@ -161,63 +152,67 @@ def regroup(topology: Topology, *, ready: bool) -> list[int] | None:
                 _agree(topology.world_comm, sound=False)
         base = base.Shrink()
         try:
-            found = _next_world(base, topology, _member(topology, ready and topology.takes_spares))
+            next_world = _next_world(
+                base, topology, _member(topology, ready and topology.takes_spares)
+            )
         except load().Exception as error:
             if not is_loss(error):
                 raise
-            found = None  # one more was lost meanwhile
+            next_world = None  # another rank was lost
             revoke([base])
-        if _agree(base, sound=found is not None) and found is not None:
+        if _agree(base, sound=next_world is not None) and next_world is not None:
             break
-    if found.fresh is None:
-        topology.reserve = found.reserve
+    if next_world.topology is None:
+        topology.keep_reserve(next_world.reserve)
         return None
-    topology.become(found.fresh, found.reserve)
-    return found.former
+    topology.become(next_world.topology, next_world.reserve)
+    return next_world.former
 
 
 class _NextWorld(NamedTuple):
-    """What is made of the ranks that are left."""
+    """The world formed by the surviving ranks."""
 
-    fresh: Topology | None  # None where this rank is not in it
-    former: list[int]  # ranks of its ranks
+    topology: Topology | None  # None if this rank is not a member
+    former: list[int]  # the former rank of each member
     reserve: Reserve | None
 
 
-def _next_world(survivors: "MPI.Comm", topology: Topology, mine: Member) -> _NextWorld:
-    """Return the next world. Collective over the ranks that are left; blocking."""
+def _next_world(survivors: "MPI.Comm", topology: Topology, member: Member) -> _NextWorld:
+    """Return the next world. Collective over the surviving ranks; blocking."""
     reserve = topology.reserve
-    members = survivors.allgather(mine)
-    wanted = chosen = members_of_next_world(members, 0 if reserve is None else reserve.nodes)
-    if not all(one.ready for one in members):
+    members = survivors.allgather(member)
+    best = chosen = members_of_next_world(members, 0 if reserve is None else reserve.nodes)
+    if not all(member.ready for member in members):
         chosen = members_of_next_world(members, 0)
     if not chosen:
         raise ExchangeError(
-            "training goes on without a lost rank's node where another node is whole, but there is "
-            "none; start again from a checkpoint"
+            "training continues without a lost rank's node if another node is complete, but none "
+            "is; start again from a checkpoint"
         )
-    former = [NEW if members[at].node[0] else members[at].rank for at in chosen]
+    former = [NEW if members[place].node[0] else members[place].rank for place in chosen]
     if reserve is not None:
-        spares = (at for at, one in enumerate(members) if one.node[0] and at not in chosen)
-        due = len(wanted) > len(chosen)
-        reserve = replace(reserve, comm=survivors, waiting=tuple(spares), due=due)
-    fresh = _topology_of(survivors, [members[at] for at in chosen], chosen)
-    if fresh is not None and reserve is not None:
+        spares = tuple(
+            place for place, member in enumerate(members) if member.node[0] and place not in chosen
+        )
+        due = len(best) > len(chosen)
+        reserve = replace(reserve, comm=survivors, waiting=spares, due=due)
+    new_topology = _topology_of(survivors, [members[place] for place in chosen], chosen)
+    if new_topology is not None and reserve is not None:
         reserve = replace(reserve, place=None)
-    return _NextWorld(fresh, former, reserve)
+    return _NextWorld(new_topology, former, reserve)
 
 
 def _topology_of(
     survivors: "MPI.Comm", members: Sequence[Member], places: Sequence[int]
 ) -> Topology | None:
-    """Return the topology of members, by their places; None for a rank that is not one.
+    """Return the topology of the members, or None on a rank that is not a member.
 
-    Collective over the ranks that are left, and over no part of them, where some might wait for
-    ranks that met another loss; blocking.
+    Collective over all surviving ranks, not over subsets, in which ranks might wait for others
+    that detected another loss; blocking.
     """
     undefined, here = load().UNDEFINED, survivors.Get_rank()
     rank = places.index(here) if here in places else None
-    rank_info = None if rank is None else _rank_info(rank, [one.node for one in members])
+    rank_info = None if rank is None else _rank_info(rank, [member.node for member in members])
     lane = None if rank_info is None else rank_info.lane
 
     def part(color: int | None) -> "MPI.Comm":
@@ -226,40 +221,24 @@ def _topology_of(
     world = part(None if rank_info is None else 0)
     node_comm, lane_comm = part(None if rank_info is None else rank_info.node), part(lane)
     if rank_info is None:
-        part(None)  # that of the others' liveness
+        part(None)  # matches the split for the members' liveness probe
         return None
-    liveness = LivenessProbe(partial(part, 0), [one.host for one in members])
-    return _Formed(rank_info, world, node_comm, lane_comm, liveness)
+    hosts = [member.host for member in members]
+    liveness = LivenessProbe(partial(part, 0), hosts)
+    host_rank = hosts[: rank_info.rank].count(hosts[rank_info.rank])
+    return Topology(WorldCommunicators(rank_info, host_rank, world, node_comm, lane_comm, liveness))
 
 
 def _rank_info(rank: int, nodes: Sequence[tuple[bool, int]]) -> RankInfo:
-    """Return a rank's numbers by the nodes that all ranks were in before."""
+    """Return a rank's numbers in the next world, from the former node of each member."""
     order = list(dict.fromkeys(nodes))
     node_of = tuple(map(order.index, nodes))
     node = node_of[rank]
     return RankInfo(rank, len(nodes), node_of[:rank].count(node), node, node_of)
 
 
-class _Formed(Topology):
-    """Ranks whose nodes are known, and whose communicators are made."""
-
-    def __init__(
-        self,
-        rank_info: RankInfo,
-        world: "MPI.Comm",
-        node: "MPI.Comm",
-        lane: "MPI.Comm",
-        liveness: LivenessProbe,
-    ) -> None:
-        self.rank_info, self.reserve = rank_info, None
-        self.world_comm, self.node_comm, self.lane_comm = world, node, lane
-        hosts = liveness.hosts[: rank_info.rank + 1]
-        self.host_rank = hosts[:-1].count(hosts[-1])
-        self._begin(liveness)
-
-
 def _member(topology: Topology, ready: bool) -> Member:
-    """Return what this rank says of itself."""
+    """Return the description of this rank."""
     rank_info, reserve = topology.rank_info, topology.reserve
     host = load().Get_processor_name()
     if reserve is not None and reserve.place is not None:
@@ -269,7 +248,7 @@ def _member(topology: Topology, ready: bool) -> Member:
 
 
 def leave(topology: Topology) -> None:
-    """End this process, whose node lost a rank, and let the others go on. Does not return."""
+    """End this process, whose node lost a rank, without ending the job. Does not return."""
     where = f"rank {topology.rank} on {topology.liveness.hosts[topology.rank]}"
     print(
         f"daso: {where} ends: its node lost a rank, and the others go on",

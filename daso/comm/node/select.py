@@ -1,10 +1,11 @@
-"""Which transport is taken inside a node, and whether ranks' devices fit."""
+"""Selects the transport inside a node, and checks that the ranks' devices fit."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from daso.comm.control import STALL_SECONDS, broadcast, gather_in_node
 from daso.comm.device import nccl_library as nccl
 from daso.comm.device.cuda import CudaCopies
 from daso.comm.device.cuda_aware import library_problem
@@ -18,24 +19,15 @@ from daso.comm.topology import Topology
 from daso.environment import may_share_a_gpu
 from daso.errors import TopologyError
 
-__all__ = [
-    "check_device",
-    "choose_node",
-    "device_problem",
-    "nccl_problem",
-    "staging_of",
-    "wants_nccl",
-]
-
 Late = Callable[[], None]
 
 
-def device_problem(topology: Topology, device: torch.device) -> str | None:
-    """Return why parameters on ``device`` cannot be trained with the others'; None if they can.
+def device_problem(topology: Topology, device: torch.device, timeout_seconds: float) -> str | None:
+    """Return why parameters on ``device`` cannot be trained with those of the other ranks, or None.
 
     Collective over the world; blocking.
     """
-    first = topology.world_comm.bcast(device.type)
+    first = broadcast(topology, device.type, timeout_seconds)
     if device.type != first:
         return (
             f"parameters must be on the same type of device on every rank, but they are on "
@@ -49,41 +41,60 @@ def device_problem(topology: Topology, device: torch.device) -> str | None:
     return None
 
 
-def check_device(topology: Topology, device: torch.device, *, gpu_direct: bool) -> None:
-    """Check that parameters on ``device`` can be trained, and cross from where they shall.
+def check_device(
+    topology: Topology, device: torch.device, timeout_seconds: float, *, gpu_direct: bool
+) -> None:
+    """Check that parameters on ``device`` can be trained, and sent from there if ``gpu_direct``.
 
     Collective over the world; blocking.
     """
-    topology.raise_on_all_ranks(device_problem(topology, device), TopologyError)
+    problem = device_problem(topology, device, timeout_seconds)
+    topology.raise_on_all_ranks(problem, TopologyError, timeout_seconds)
     if gpu_direct and topology.nodes > 1:
-        topology.raise_on_all_ranks(library_problem(topology.world_comm, device), TopologyError)
+        problem = library_problem(topology, device, timeout_seconds)
+        topology.raise_on_all_ranks(problem, TopologyError, timeout_seconds)
 
 
-def wants_nccl(topology: Topology, device: torch.device, reducer: str) -> bool:
-    """Return whether a node averages over NCCL: its ranks have a GPU each, and buckets one order.
+def wants_nccl(
+    topology: Topology, device: torch.device, reducer: str, timeout_seconds: float = STALL_SECONDS
+) -> bool:
+    """Return whether a node averages over NCCL: a GPU for each rank, and buckets in one order.
 
     Collective over the node; blocking.
     """
     if device.type != "cuda" or topology.local_size == 1 or reducer != "bucketed":
         return False
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    told = topology.node_comm.allgather((gpu, may_share_a_gpu()))
-    apart = len({gpu for gpu, _ in told}) == topology.local_size
-    return apart or all(may_share for _, may_share in told)
+    gpus = gather_in_node(topology, (gpu, may_share_a_gpu()), timeout_seconds)
+    distinct = len({uuid for uuid, _ in gpus}) == topology.local_size
+    return distinct or all(may_share for _, may_share in gpus)
 
 
 def choose_node(
-    topology: Topology, device: torch.device, reducer: str, timeout_seconds: float, late: Late
+    topology: Topology,
+    device: torch.device,
+    reducer: str,
+    timeout_seconds: float,
+    late: Late,
+    copies: DeviceStaging | None,
 ) -> NodeTransport:
-    """Return the transport for parameters on ``device``.
+    """Return the node transport for parameters on ``device``.
+
+    Args:
+        topology: The ranks and their nodes.
+        device: This rank's device; of the same type on every rank.
+        reducer: `Gradients.reducer`.
+        timeout_seconds: Maximum wait for another rank.
+        late: Called repeatedly once a wait takes long.
+        copies: From `staging_of`.
 
     Collective over the world; blocking.
     """
     if device.type == "cuda":
-        wanted = wants_nccl(topology, device, reducer)
-        if node := _nccl_node(topology, device, timeout_seconds, late, wanted=wanted):
+        uses_nccl = wants_nccl(topology, device, reducer, timeout_seconds)
+        if node := _nccl_node(topology, device, timeout_seconds, late, uses_nccl=uses_nccl):
             return node
-    host, copies = ShmNode(topology, timeout_seconds, late), staging_of(device)
+    host = ShmNode(topology, timeout_seconds, late)
     return host if copies is None else HostNode(host, device, copies)
 
 
@@ -93,23 +104,23 @@ def _nccl_node(
     timeout_seconds: float,
     late: Late,
     *,
-    wanted: bool,
+    uses_nccl: bool,
     cuda: Any = torch.cuda,
 ) -> NcclNode | None:
-    """Start NCCL where it is wanted; raise the same on every rank where that fails on any."""
-    problem = nccl_problem() if wanted else None
-    topology.raise_on_all_ranks(problem, TopologyError)
+    """Start NCCL if the node uses it; raise the same error on every rank if that fails on any."""
+    problem = nccl_problem() if uses_nccl else None
+    topology.raise_on_all_ranks(problem, TopologyError, timeout_seconds)
     node = None
-    if wanted:
+    if uses_nccl:
         try:
             library = nccl.library()
             node = NcclNode(topology, device, timeout_seconds, late, nccl=library, cuda=cuda)
-        except Exception as error:  # NcclError, or what the driver says
+        except Exception as error:  # NcclError, or an error of the driver
             problem = _refusal(
                 f"it does not start: {error}", "see what NCCL says with NCCL_DEBUG=WARN"
             )
     try:
-        topology.raise_on_all_ranks(problem, TopologyError)
+        topology.raise_on_all_ranks(problem, TopologyError, timeout_seconds)
     except TopologyError:
         if node is not None:
             node.abandon()
@@ -118,9 +129,9 @@ def _nccl_node(
 
 
 def nccl_problem() -> str | None:
-    """Return why NCCL cannot be loaded here, and the remedy; None where it can."""
-    there = nccl.describe()
-    return None if there["available"] else _refusal(there["why"], there["remedy"])
+    """Return why NCCL cannot be loaded here, with the remedy, or None if it can."""
+    library = nccl.describe()
+    return None if library["available"] else _refusal(library["why"], library["remedy"])
 
 
 def _refusal(why: str, remedy: str) -> str:
@@ -131,5 +142,5 @@ def _refusal(why: str, remedy: str) -> str:
 
 
 def staging_of(device: torch.device) -> DeviceStaging | None:
-    """Return how rows on ``device`` go to the host and back; None where they lie there."""
+    """Return the copies between ``device`` and the host; None for the CPU."""
     return CudaCopies(device) if device.type == "cuda" else emulated_copies()

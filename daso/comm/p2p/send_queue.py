@@ -1,8 +1,7 @@
-"""Messages between ranks that nobody has to expect, cut into packets, the most urgent first.
+"""Unsolicited messages between ranks, cut into packets and sent in order of urgency.
 
-How packets cross is the business of `daso.comm.p2p.packets`. One thread moves them; any thread may
-enqueue. A message that was queued earlier holds up one that is needed sooner for no longer than the
-packets that are under way.
+Receivers need not expect them. `daso.comm.p2p.packets` transmits packets. One thread moves them;
+any thread may enqueue. A queued message delays a more urgent one by at most the packets in flight.
 """
 
 import heapq
@@ -18,22 +17,20 @@ import torch
 
 from daso.comm.p2p.packets import Packets
 
-__all__ = ["HEAD_BYTES", "Message", "SendQueue"]
-
-HEAD_BYTES = 8 * 4  # before a packet's: number of the message, its bytes, offset, bytes of notes
-UNDER_WAY = 3  # packets to a rank
+HEAD_BYTES = 8 * 4  # of a packet: number of the message, its bytes, offset, bytes of notes
+MAX_IN_FLIGHT = 3  # packets per destination
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank tells another.
+    """A message to another rank.
 
     Args:
-        notes: Anything small that pickles.
-        payload: Bytes (nbytes,) on the host, not to be written to any more.
-        urgency: The smallest leaves first.
-        covers: Queued later for the same rank, it takes the place of one that has not begun to
-            leave and covers no more than it; empty: of none.
+        notes: A small object that can be pickled.
+        payload: Bytes (nbytes,) on the host; must not be changed any more.
+        urgency: The smallest is sent first.
+        covers: Replaces an earlier message to the same rank that is not partly sent and whose
+            ``covers`` is a subset; empty: replaces none.
     """
 
     notes: Any
@@ -55,7 +52,7 @@ class _Outgoing:
         return len(self.notes) + self.message.payload.numel()
 
     def next_packet(self, most: int) -> torch.Tensor:
-        """Return the next bytes to send, with their head."""
+        """Return the next packet, with its header."""
         size = min(most, self.nbytes - self.sent)
         packet = torch.empty(HEAD_BYTES + size, dtype=torch.uint8, device="cpu")
         head = packet[:HEAD_BYTES].view(torch.int64)
@@ -66,26 +63,25 @@ class _Outgoing:
         self.sent += size
         return packet
 
-    def _copy(self, room: torch.Tensor) -> None:
+    def _copy(self, target: torch.Tensor) -> None:
         first = self.sent
-        of_notes = max(0, min(len(self.notes) - first, room.numel()))
+        of_notes = max(0, min(len(self.notes) - first, target.numel()))
         if of_notes:
             notes = torch.frombuffer(
                 bytearray(self.notes[first : first + of_notes]), dtype=torch.uint8
             )
-            room[:of_notes] = notes
+            target[:of_notes] = notes
         start = max(0, first - len(self.notes))
-        room[of_notes:] = self.message.payload[start : start + room.numel() - of_notes]
+        target[of_notes:] = self.message.payload[start : start + target.numel() - of_notes]
 
 
 @dataclass(slots=True)
 class _Destination:
-    """What is to go to one rank."""
+    """Queue of messages to one rank."""
 
     waiting: list[_Outgoing] = field(default_factory=list)  # a heap
-    under_way: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)  # and bytes
-    stuck: torch.Tensor | None = None  # a packet for which there was no room
-    nbytes: int = 0  # that have not left
+    in_flight: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)  # , bytes
+    nbytes: int = 0  # not sent yet
 
 
 @dataclass(slots=True)
@@ -96,27 +92,27 @@ class _Incoming:
 
 
 class SendQueue:
-    """One rank's messages to and from the others.
+    """Sends and receives the messages of one rank.
 
     Args:
-        routes: How packets reach each other rank; given back by whoever made them.
-        packet_bytes: Of a message that cross in one packet.
+        routes: The route to each other rank.
+        packet_bytes: Maximum bytes of a message in one packet.
     """
 
     def __init__(self, routes: Mapping[int, Packets], packet_bytes: int) -> None:
         self.packet_bytes = packet_bytes
-        self._routes, self._ways = routes, set(routes.values())
-        self.sent_bytes = 0  # to all, of messages
+        self._routes, self._transports = routes, set(routes.values())
+        self.sent_bytes = 0  # of messages to all ranks
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._destinations: dict[int, _Destination] = {}  # of ranks to which something goes
+        self._destinations: dict[int, _Destination] = {}  # by rank; only with unsent messages
         self._open: dict[tuple[int, int], _Incoming] = {}
         self._arrived: deque[tuple[int, Message]] = deque()
 
     def enqueue(self, to: int, message: Message) -> None:
-        """Hand over a message; any thread. Does not block."""
+        """Queue a message; any thread may call this. Does not block."""
         notes = pickle.dumps(message.notes)
-        notes += bytes(-len(notes) % 8)  # so that numbers behind them can be read where they lie
+        notes += bytes(-len(notes) % 8)  # aligns the payload
         outgoing = _Outgoing(message.urgency, next(self._numbers), notes, message)
         with self._lock:
             destination = self._destinations.setdefault(to, _Destination())
@@ -127,21 +123,21 @@ class SendQueue:
 
     @staticmethod
     def _replace(destination: _Destination, covers: frozenset[int]) -> None:
-        """Drop what has not begun to leave, and says less than a message that comes now."""
+        """Drop unsent messages that the new message covers."""
         stale = [
-            one
-            for one in destination.waiting
-            if one.sent == 0 and one.message.covers and one.message.covers <= covers
+            queued
+            for queued in destination.waiting
+            if queued.sent == 0 and queued.message.covers and queued.message.covers <= covers
         ]
-        for one in stale:
-            destination.waiting.remove(one)
-            destination.nbytes -= one.nbytes
+        for queued in stale:
+            destination.waiting.remove(queued)
+            destination.nbytes -= queued.nbytes
         if stale:
             heapq.heapify(destination.waiting)
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that were queued and have not left, to the rank to which there are most."""
+        """Unsent bytes of the rank with the longest queue."""
         with self._lock:
             return max(
                 (destination.nbytes for destination in self._destinations.values()), default=0
@@ -149,13 +145,13 @@ class SendQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether everything queued has left."""
+        """True if every queued message has been sent."""
         return not self._destinations
 
     # --- by the thread that moves them -------------------------------------------------------
 
     def move(self) -> bool:
-        """Send and receive as far as possible without blocking; one thread."""
+        """Send and receive without blocking; return whether messages arrived. In one thread."""
         with self._lock:
             destinations = [*self._destinations.items()]
         for rank, destination in destinations:
@@ -164,35 +160,28 @@ class SendQueue:
         return bool(self._arrived)
 
     def take(self) -> Iterator[tuple[int, Message]]:
-        """Yield what arrived, with who sent it: of one rank in the order in which it left."""
+        """Yield received messages with their senders, those of one rank in the order of sending."""
         while self._arrived:
             yield self._arrived.popleft()
 
     def _send(self, rank: int, destination: _Destination) -> None:
-        gone = 0
-        while destination.under_way and destination.under_way[0][0]():
-            gone += destination.under_way.popleft()[1]
-        if gone:
+        left_bytes = 0
+        while destination.in_flight and destination.in_flight[0][0]():
+            left_bytes += destination.in_flight.popleft()[1]
+        if left_bytes:
             with self._lock:
-                destination.nbytes -= gone
+                destination.nbytes -= left_bytes
                 if not destination.nbytes:
                     del self._destinations[rank]
                     return
-        while len(destination.under_way) < UNDER_WAY:
-            packet = (
-                destination.stuck
-                if destination.stuck is not None
-                else self._next_packet(destination)
-            )
+        while len(destination.in_flight) < MAX_IN_FLIGHT:
+            packet = self._next_packet(destination)
             if packet is None:
                 return
-            left = self._routes[rank].start(rank, packet)
-            destination.stuck = packet if left is None else None
-            if left is None:
-                return
+            has_left = self._routes[rank].start(rank, packet)
             nbytes = packet.numel() - HEAD_BYTES
             self.sent_bytes += nbytes
-            destination.under_way.append((left, nbytes))
+            destination.in_flight.append((has_left, nbytes))
 
     def _next_packet(self, destination: _Destination) -> torch.Tensor | None:
         with self._lock:
@@ -205,11 +194,11 @@ class SendQueue:
             return packet
 
     def _receive(self) -> None:
-        for way in self._ways:
-            for source, packet in way.arrived():
-                self._take_up(source, packet)
+        for transport in self._transports:
+            for source, packet in transport.arrived():
+                self._accept(source, packet)
 
-    def _take_up(self, source: int, packet: torch.Tensor) -> None:
+    def _accept(self, source: int, packet: torch.Tensor) -> None:
         number, nbytes, offset, notes = packet[:HEAD_BYTES].view(torch.int64).tolist()
         body = packet[HEAD_BYTES:]
         if body.numel() == nbytes:
@@ -226,5 +215,5 @@ class SendQueue:
             self._deliver(source, incoming.row, incoming.notes)
 
     def _deliver(self, source: int, row: torch.Tensor, notes: int) -> None:
-        told = pickle.loads(row[:notes].numpy().tobytes())
-        self._arrived.append((source, Message(told, row[notes:])))
+        contents = pickle.loads(row[:notes].numpy().tobytes())
+        self._arrived.append((source, Message(contents, row[notes:])))

@@ -1,1 +1,1 @@
-"""Ranks that torchrun started become a world of MPI, where that is MPICH."""
+"""MPICH under torchrun: its ranks become one MPI world."""

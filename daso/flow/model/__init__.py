@@ -1,1 +1,1 @@
-"""What a user builds: nodes, edges and the layers on them."""
+"""Graphs that a user builds: nodes, edges and layers."""

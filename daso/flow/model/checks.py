@@ -1,45 +1,61 @@
-"""A flow as it runs: copies put in where a port is used twice, and checked as a whole."""
+"""Checks of a graph, and its wiring with copies where several nodes use a port."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+from torch import nn
 
 from daso.errors import FlowError
-from daso.flow.model.graph import Edge, Graph, Node
-
-__all__ = ["Wiring", "wire"]
+from daso.flow.model.graph import Graph
+from daso.flow.model.node import Edge, Node
 
 CHANGES_STATE = ("update", "group", "ungroup", "flatmap")
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """A flow that was checked.
-
-    Args:
-        nodes: All of them; a node's index is its place.
-        edges: From each port that messages leave by to one that they come in by, and no other.
-    """
+    """A checked flow: nodes by index, and one edge for each port."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
 
     def named(self, name: str) -> int:
-        """Return the index of a node."""
+        """Return the index of the node with this name."""
         for node in self.nodes:
             if node.name == name:
                 return node.index
         names = ", ".join(repr(node.name) for node in self.nodes if node.kind == "layer")
-        raise FlowError(f"there must be a node {name!r}, but there is none; layers are {names}")
+        raise FlowError(f"the flow must have a node {name!r}, but has none; its layers are {names}")
+
+    def description(self) -> list[Any]:
+        """Return names, ports and shapes of all nodes, to compare ranks."""
+        return [
+            (node.name, node.kind, node.inputs, node.outputs, _shapes(node.call))
+            for node in self.nodes
+        ] + [self.edges]
+
+    @property
+    def layers(self) -> list[Node]:
+        """The nodes that are layers."""
+        return [node for node in self.nodes if node.kind == "layer"]
 
     @property
     def source(self) -> int:
-        """The node where instances come in."""
+        """The index of the source."""
         return next(node.index for node in self.nodes if node.kind == "source")
 
 
+def _shapes(call: Any) -> list[Any]:
+    if not isinstance(call, nn.Module):
+        return []
+    return [(name, tuple(t.shape), str(t.dtype)) for name, t in call.state_dict().items()]
+
+
 def wire(graph: Graph) -> Wiring:
-    """Return a graph as it runs."""
+    """Check a graph; return its wiring."""
     nodes, edges = _with_copies(graph)
     _check_ends(nodes, edges)
     _check_modules(nodes)
@@ -49,23 +65,25 @@ def wire(graph: Graph) -> Wiring:
 
 
 def _with_copies(graph: Graph) -> tuple[list[Node], list[Edge]]:
-    """Put a broadcast behind every port that several nodes use."""
+    """Insert a broadcast behind every port that several nodes use."""
     nodes, edges = list(graph.nodes), []
     users: dict[tuple[int, int], list[Edge]] = defaultdict(list)
     for edge in graph.edges:
         users[edge.source, edge.out].append(edge)
-    for (source, out), found in users.items():
-        if len(found) == 1:
-            edges += found
+    for (source, out), port_edges in users.items():
+        if len(port_edges) == 1:
+            edges += port_edges
             continue
         width = nodes[source].outputs[out]
         name = f"copies of {nodes[source].name}" + (f" [{out}]" if out else "")
         while name in {node.name for node in nodes}:
             name += "'"
-        node = Node(len(nodes), name, "broadcast", 1, (width,) * len(found))
+        node = Node(len(nodes), name, "broadcast", 1, (width,) * len(port_edges))
         nodes.append(node)
         edges.append(Edge(source, out, node.index, 0))
-        edges += [Edge(node.index, copy, edge.target, edge.into) for copy, edge in enumerate(found)]
+        edges += [
+            Edge(node.index, copy, edge.target, edge.into) for copy, edge in enumerate(port_edges)
+        ]
     return nodes, edges
 
 
@@ -81,8 +99,8 @@ def _check_ends(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
         for port in range(len(node.outputs)):
             if (node.index, port) not in used:
                 raise FlowError(
-                    f"every message must come to an end, but nothing takes those of port {port} "
-                    f"of {node.kind} {node.name!r}; give it to a loss, or to drop()"
+                    f"every port must be used, but no node takes the messages of port {port} of "
+                    f"{node.kind} {node.name!r}; connect it to a loss, or to drop()"
                 )
 
 
@@ -95,7 +113,7 @@ def _check_modules(nodes: Sequence[Node]) -> None:
             other = owners.setdefault(id(parameter), node.name)
             if other != node.name:
                 raise FlowError(
-                    f"a parameter must be of one node, which updates it, but {other!r} and "
+                    f"each parameter must belong to one node, which updates it, but {other!r} and "
                     f"{node.name!r} share one; use one node, and phi() and cond() around it"
                 )
 
@@ -107,84 +125,71 @@ def _check_loops(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
     following: dict[int, set[int]] = defaultdict(set)
     for edge in edges:
         following[edge.source].add(edge.target)
-    for loop in _components(range(len(nodes)), following):
+    for loop in _loops(range(len(nodes)), following):
         names = ", ".join(repr(nodes[node].name) for node in sorted(loop))
-        leaves = [
-            node for node in loop if nodes[node].kind == "cond" and not following[node] <= loop
-        ]
-        if not leaves:
+        if all(nodes[node].kind != "cond" or following[node] <= loop for node in loop):
             raise FlowError(
-                f"a loop must have a way out, a cond of which one port leads outside, but there "
-                f"is none in {names}"
+                f"a loop must have a way out, a cond with a port that leads outside, but {names} "
+                f"have none"
             )
         fixed = {node for node in loop if nodes[node].kind not in CHANGES_STATE}
-        inner = {node: following[node] & fixed for node in fixed}
-        if _components(fixed, inner):
+        if _loops(fixed, {node: following[node] & fixed for node in fixed}):
             raise FlowError(
                 f"a message must change its state on every way around a loop, or its states "
-                f"repeat, but there is no update, group, ungroup or flatmap on one in {names}"
+                f"repeat, but one way in {names} has no update, group, ungroup or flatmap"
             )
 
 
-def _components(members: Iterable[int], following: Mapping[int, set[int]]) -> list[set[int]]:
-    """Return the sets of nodes that can all reach each other, of two nodes or a loop to itself."""
-    members = list(members)
+def _loops(members: Iterable[int], following: Mapping[int, set[int]]) -> list[frozenset[int]]:
+    """Return the cycles: sets of nodes that can all reach each other and themselves."""
     reached = {node: _reachable(node, following) for node in members}
-    found: list[set[int]] = []
-    seen: set[int] = set()
-    for node in members:
-        if node in reached[node] and node not in seen:
-            loop = {other for other in reached[node] if node in reached.get(other, ())}
-            seen |= loop
-            found.append(loop)
-    return found
+    loops = {
+        frozenset(other for other in targets if node in reached[other])
+        for node, targets in reached.items()
+        if node in targets
+    }
+    return sorted(loops, key=min)
 
 
 def _reachable(start: int, following: Mapping[int, set[int]]) -> set[int]:
-    seen: set[int] = set()
-    todo = list(following.get(start, ()))
+    reached: set[int] = set()
+    todo = [start]
     while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += following.get(node, ())
-    return seen
+        new = following.get(todo.pop(), set()) - reached
+        reached |= new
+        todo += new
+    return reached
 
 
 # --- joins ----------------------------------------------------------------------------------------
 
-Taken = frozenset[tuple[int, int]]  # cond and way
+Choices = frozenset[tuple[int, int]]  # pairs of a cond and the way that messages took there
 
 
 def _check_joins(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
-    """Refuse a concat two of whose ports are on different ways of the same cond.
-
-    A message takes one of them, so the other port waits for ever. What is followed is which ways
-    every message that comes to a port must have taken since its state was last changed.
-    """
+    """Refuse a concat with ports on different ways of a cond: it would wait for ever."""
+    # Computed to a fixed point: the ways that every message at a port must have taken since its
+    # state was last changed.
     incoming: dict[int, list[Edge]] = defaultdict(list)
     for edge in edges:
         incoming[edge.target].append(edge)
-    taken: dict[tuple[int, int], Taken | None] = {
-        (node.index, port): None for node in nodes for port in range(len(node.outputs))
-    }
-    changed = True
-    while changed:
-        changed = False
+    choices_at: dict[tuple[int, int], Choices | None] = {}
+    before = None
+    while choices_at != before:
+        before = dict(choices_at)
         for node in nodes:
-            into = [taken[edge.source, edge.out] for edge in incoming[node.index]]
+            into = [choices_at.get((edge.source, edge.out)) for edge in incoming[node.index]]
             for port in range(len(node.outputs)):
-                now = _after(node, port, into)
-                if now != taken[node.index, port]:
-                    taken[node.index, port] = now
-                    changed = True
+                choices_at[node.index, port] = _after(node, port, into)
     for node in nodes:
         if node.kind == "concat":
-            _check_join(node, nodes, [(e, taken[e.source, e.out]) for e in incoming[node.index]])
+            _check_join(
+                node, nodes, [(e, choices_at[e.source, e.out]) for e in incoming[node.index]]
+            )
 
 
-def _after(node: Node, port: int, into: Sequence[Taken | None]) -> Taken | None:
-    """Return which ways messages must have taken that leave here; None: not known yet."""
+def _after(node: Node, port: int, into: Sequence[Choices | None]) -> Choices | None:
+    """Return the choices behind messages that leave a port; None: not known yet."""
     known = [ways for ways in into if ways is not None]
     if node.kind == "source" or (node.kind in CHANGES_STATE and known):
         return frozenset()
@@ -199,16 +204,13 @@ def _after(node: Node, port: int, into: Sequence[Taken | None]) -> Taken | None:
 
 
 def _check_join(
-    node: Node, nodes: Sequence[Node], into: Sequence[tuple[Edge, Taken | None]]
+    node: Node, nodes: Sequence[Node], into: Sequence[tuple[Edge, Choices | None]]
 ) -> None:
-    for number, (edge, ways) in enumerate(into):
-        for other, more in into[:number]:
-            for cond, way in ways or ():
-                for second, second_way in more or ():
-                    if cond == second and way != second_way:
-                        raise FlowError(
-                            f"messages at the ports of {node.name!r} must be able to meet, but "
-                            f"those of port {other.into} took way {second_way} of "
-                            f"{nodes[cond].name!r} and those of port {edge.into} way {way}; a "
-                            f"message takes one: use phi() instead"
-                        )
+    for (edge, ways), (other, more) in combinations(into, 2):
+        for (cond, way), (second, second_way) in product(ways or (), more or ()):
+            if cond == second and way != second_way:
+                raise FlowError(
+                    f"messages at the ports of {node.name!r} must be able to meet, but those of "
+                    f"port {edge.into} took way {way} of {nodes[cond].name!r} and those of port "
+                    f"{other.into} way {second_way}; a message takes one: use phi() instead"
+                )

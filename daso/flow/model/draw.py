@@ -1,30 +1,27 @@
-"""Flows as text: a list, Mermaid, Graphviz."""
+"""Text forms of a flow: a list, Mermaid, Graphviz."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from daso.flow.model.graph import Graph, Node
-
-__all__ = ["dot", "listing", "mermaid"]
+from daso.flow.model.node import Edge, Node
 
 COMPUTES = ("layer", "function", "loss")
 SHAPES = {"source": ("([", "])"), "loss": ("([", "])"), "drop": ("([", "])"), "cond": ("{", "}")}
 DOT_SHAPES = {"source": "oval", "loss": "oval", "drop": "oval", "cond": "diamond"}
 
 
-def _label(node: "Node") -> str:
+def _label(node: Node) -> str:
     text = node.name if node.kind in node.name else f"{node.name}: {node.kind}"
     return text.replace('"', "'")
 
 
-def listing(graph: "Graph") -> str:
-    """Return one line for each node: number, kind, name, and where its messages come from."""
+def listing(nodes: Sequence[Node], edges: Sequence[Edge]) -> str:
+    """Return one line for each node: number, kind, name and inputs."""
     lines = []
-    for node in graph.nodes:
-        incoming = sorted((edge for edge in graph.edges if edge.target == node.index), key=_into)
+    for node in nodes:
+        incoming = sorted((edge for edge in edges if edge.target == node.index), key=_into)
         sources = ", ".join(
-            graph.nodes[edge.source].name
-            + (f" [{edge.out}]" if len(graph.nodes[edge.source].outputs) > 1 else "")
+            nodes[edge.source].name
+            + (f" [{edge.out}]" if len(nodes[edge.source].outputs) > 1 else "")
             for edge in incoming
         )
         parameters = sum(p.numel() for p in node.call.parameters()) if node.kind == "layer" else 0
@@ -36,30 +33,30 @@ def listing(graph: "Graph") -> str:
     return "\n".join(lines)
 
 
-def _into(edge: "tuple[int, ...]") -> int:
-    return edge[3]
+def _into(edge: Edge) -> int:
+    return edge.into
 
 
-def mermaid(graph: "Graph") -> str:
+def mermaid(nodes: Sequence[Node], edges: Sequence[Edge]) -> str:
     """Return the graph as Mermaid text, for Markdown."""
     lines = ["flowchart TD"]
-    for node in graph.nodes:
+    for node in nodes:
         left, right = SHAPES.get(node.kind, ("[", "]") if node.kind in COMPUTES else ("(", ")"))
         lines.append(f'    n{node.index}{left}"{_label(node)}"{right}')
-    for source, out, target, _ in graph.edges:
-        label = f"|{out}| " if graph.nodes[source].kind in ("cond", "split") else ""
+    for source, out, target, _ in edges:
+        label = f"|{out}| " if nodes[source].kind in ("cond", "split") else ""
         lines.append(f"    n{source} -->{label or ' '}n{target}")
     return "\n".join(lines)
 
 
-def dot(graph: "Graph") -> str:
+def dot(nodes: Sequence[Node], edges: Sequence[Edge]) -> str:
     """Return the graph as Graphviz text."""
     lines = ["digraph flow {", "    node [fontname=sans];"]
-    for node in graph.nodes:
+    for node in nodes:
         usual = "box" if node.kind in COMPUTES else "plain"
         shape = DOT_SHAPES.get(node.kind, usual)
         lines.append(f'    n{node.index} [label="{_label(node)}", shape={shape}];')
-    for source, out, target, _ in graph.edges:
-        label = f' [label="{out}"]' if graph.nodes[source].kind in ("cond", "split") else ""
+    for source, out, target, _ in edges:
+        label = f' [label="{out}"]' if nodes[source].kind in ("cond", "split") else ""
         lines.append(f"    n{source} -> n{target}{label};")
     return "\n".join([*lines, "}"])

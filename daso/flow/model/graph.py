@@ -1,115 +1,31 @@
 """Flows: models whose control flow depends on each instance, as plain data.
 
-A flow is a graph of nodes. Messages go along its edges: a payload of tensors, and a *state*, whole
-numbers that tell messages of one instance apart (which token, which vertex, how often around a
-loop). Nodes compute payloads, choose where a message goes on, or change its state. For every
-message that a node sends forward it receives exactly one backward, with the same state and the
-gradients of the payload.
+A flow is a graph of nodes. Messages travel along its edges: a payload of tensors, and a *state*,
+integers that distinguish the messages of one instance (token, vertex, iteration of a loop). Nodes
+compute payloads, choose the next edge of a message, or change its state. For every message that a
+node sends forward it receives exactly one backward, with the same state and the gradients of the
+payload.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import nn
 
 from daso.checks import check, whole
 from daso.errors import FlowError
 from daso.flow.model.draw import dot, listing, mermaid
-from daso.flow.model.signatures import draws, takes
-
-__all__ = ["Edge", "Graph", "Item", "Node", "Port", "State"]
-
-State = tuple[int, ...]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-KINDS = (
-    "source",
-    "layer",
-    "function",
-    "cond",
-    "phi",
-    "update",
-    "broadcast",
-    "split",
-    "concat",
-    "group",
-    "ungroup",
-    "flatmap",
-    "loss",
-    "drop",
-)
-
-
-class Item(NamedTuple):
-    """What a function of a flow is told of the message that it is for.
-
-    Args:
-        instance: The caller's, as ``train_epoch`` was given it.
-        state: Of the message.
-        payload: Its tensors.
-    """
-
-    instance: Any
-    state: State
-    payload: tuple[torch.Tensor, ...]
-
-
-class Port(NamedTuple):
-    """Where messages leave a node.
-
-    Args:
-        node: Its index.
-        port: Its number at the node.
-        width: Tensors of a message there.
-    """
-
-    node: int
-    port: int
-    width: int
-
-
-class Edge(NamedTuple):
-    """Messages go from a port of a node to a port of another."""
-
-    source: int
-    out: int
-    target: int
-    into: int
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One node of a flow.
-
-    Args:
-        index: Its number.
-        name: For people; unique.
-        kind: One of `KINDS`.
-        inputs: Ports that messages come in by.
-        outputs: Tensors of a message at each port that they leave by.
-        call: The user's module or function.
-        more: A second function, sizes, or messages of a batch: what the kind needs.
-        optimizer: Makes the optimizer of this layer alone; None: the runtime's.
-    """
-
-    index: int
-    name: str
-    kind: str
-    inputs: int
-    outputs: tuple[int, ...]
-    call: Any = None
-    more: Any = None
-    optimizer: MakeOptimizer | None = field(default=None, repr=False)
+from daso.flow.model.node import Edge, Item, MakeOptimizer, Node, Port, State
+from daso.flow.model.signatures import argument_counts, draws
 
 
 class Graph:
-    """Builds a flow: every method adds a node, and returns where its messages leave.
+    """Builds a flow: every method adds a node, and returns its output ports.
 
-    Functions of the caller are given an `Item` first: the instance, the state and the payload of
-    the message. A port may be used by several nodes, which then get copies, and nodes that compute
-    may be given several ports, whose messages of equal state they wait for.
+    The caller's functions get an `Item` as first argument: the instance, the state and the payload
+    of the message. Several nodes may use one port; each gets copies. Nodes that compute may use
+    several ports; they wait for one message with the same state from each.
     """
 
     def __init__(self) -> None:
@@ -119,13 +35,13 @@ class Graph:
     # --- payloads ----------------------------------------------------------------------------
 
     def source(self, make: Callable[[Any], Any], *, name: str = "source", outputs: int = 1) -> Port:
-        """Let instances in.
+        """Add the source: it turns instances into messages.
 
         Args:
-            make: Given an instance, returns a tensor or a tuple of tensors, which gets the empty
-                state; or a dict from states to those: a message for each.
-            name: For people.
-            outputs: Tensors of a message.
+            make: Returns, for an instance, a tensor or a tuple of tensors: one message with the
+                empty state; or a dict from states to those: one message for each.
+            name: Name in messages and drawings.
+            outputs: Number of tensors in a message.
         """
         return self._add("source", name, (), (outputs,), make)[0]
 
@@ -138,17 +54,17 @@ class Graph:
         batch: int = 1,
         optimizer: MakeOptimizer | None = None,
     ) -> Port:
-        """Compute with a module, given the tensors of a message; its parameters are trained.
+        """Add a layer: a module, called with the tensors of a message and trained.
 
         Args:
-            module: Of this node alone.
-            ports: Where messages come from.
-            name: For people.
-            outputs: Tensors that it returns.
-            batch: Messages that wait, of any instances, are computed together, so many at most:
-                their tensors' rows (the first dimension) are put together. The module must treat
+            module: The module; only this node may use it.
+            ports: Ports whose messages it gets.
+            name: Name in messages and drawings.
+            outputs: Number of tensors that it returns.
+            batch: Maximum number of waiting messages, of any instances, that are computed
+                together, with their rows (the first dimension) concatenated. The module must treat
                 rows independently; sums may then differ in their last bits.
-            optimizer: Makes its optimizer from a list of parameters; None: the runtime's.
+            optimizer: Makes the layer's optimizer from a list of parameters; None: the runtime's.
         """
         if not isinstance(module, nn.Module):
             raise FlowError(
@@ -168,13 +84,13 @@ class Graph:
     def function(
         self, call: Callable[..., Any], *ports: Port, name: str | None = None, outputs: int = 1
     ) -> Port:
-        """Compute with a function, without parameters.
+        """Add a function without parameters.
 
         Args:
-            call: Given the `Item` and its tensors, returns a tensor, or as many as ``outputs``.
-            ports: Where messages come from.
-            name: For people.
-            outputs: Tensors that it returns.
+            call: Returns, for the `Item` and its tensors, ``outputs`` tensors.
+            ports: Ports whose messages it gets.
+            name: Name in messages and drawings.
+            outputs: Number of tensors that it returns.
         """
         name = _named(call, name)
         port = self._joined(name, ports)
@@ -182,65 +98,62 @@ class Graph:
         return self._add("function", name, (port,), (outputs,), call)[0]
 
     def loss(self, call: Callable[..., Any], *ports: Port, name: str = "loss") -> None:
-        """End here: the loss, from which gradients go back.
+        """Add a loss, where messages end and gradients begin.
 
         Args:
-            call: Given the `Item` and its tensors, returns the loss, a tensor of one number; or
+            call: Returns, for the `Item` and its tensors, the loss, a tensor of one number; or
                 the loss and a dict of numbers, whose means are reported.
-            ports: Where messages come from.
-            name: For people.
+            ports: Ports whose messages it gets.
+            name: Name in messages and drawings.
         """
         port = self._joined(name, ports)
         self._fits(name, call, port.width, 1)
         self._add("loss", name, (port,), (), call)
 
     def drop(self, port: Port, *, name: str = "drop") -> None:
-        """End here without a loss: no gradient comes from here.
+        """Discard messages: they get no gradients.
 
         Args:
-            port: Where messages come from.
-            name: For people.
+            port: The port whose messages are discarded.
+            name: Name in messages and drawings.
         """
         self._check_ports(name, port)
         self._add("drop", name, (port,), ())
 
-    # --- ways --------------------------------------------------------------------------------
+    # --- branches and loops ------------------------------------------------------------------
 
     def cond(
         self, choose: Callable[[Item], int], port: Port, *, ways: int = 2, name: str | None = None
     ) -> tuple[Port, ...]:
-        """Let every message go on by one of several ways.
+        """Send each message to one of several ports.
 
         Args:
-            choose: Returns which: 0 up to, not including, ``ways``; False and True are 0 and 1.
-            port: Where messages come from.
-            ways: How many there are.
-            name: For people.
+            choose: Returns the port, from 0 to ``ways`` - 1; False and True are 0 and 1.
+            port: The port whose messages are sent.
+            ways: Number of output ports.
+            name: Name in messages and drawings.
         """
         check("ways", ways, whole(1))
         self._check_ports(_named(choose, name), port)
         return self._add("cond", _named(choose, name), (port,), (port.width,) * ways, choose)
 
     def phi(self, *ports: Port, name: str = "phi") -> Port:
-        """Go on with messages of several ports, of which each has one; see `connect` for more.
+        """Merge the messages of several ports into one port; `connect` adds more ports.
 
         Args:
-            ports: Where messages come from.
-            name: For people.
+            ports: Ports whose messages are merged.
+            name: Name in messages and drawings.
         """
-        if not ports:
-            raise FlowError(f"node {name!r} must be given a port at least")
         self._check_ports(name, *ports)
-        for number, port in enumerate(ports):
-            self._same_width(name, number, port, ports[0].width)
+        self._same_width(name, ports, ports[0].width)
         return self._add("phi", name, ports, (ports[0].width,))[0]
 
     def connect(self, port: Port, phi: Port) -> None:
-        """Let messages of a port go on with those of a phi: the way back of a loop.
+        """Add a port to a phi: the back edge of a loop.
 
         Args:
-            port: Where they come from.
-            phi: As `phi` returned it.
+            port: The port whose messages are added.
+            phi: The port that `phi` returned.
         """
         self._check_ports("phi", port, phi)
         node = self.nodes[phi.node]
@@ -249,7 +162,7 @@ class Graph:
                 f"a port can be connected to a phi, not to {node.kind} {node.name!r}; give it to "
                 f"the node's own method"
             )
-        self._same_width(node.name, node.inputs, port, phi.width)
+        self._same_width(node.name, [port], phi.width, node.inputs)
         self.edges.append(Edge(port.node, port.port, node.index, node.inputs))
         self.nodes[phi.node] = replace(node, inputs=node.inputs + 1)
 
@@ -261,15 +174,15 @@ class Graph:
         go_on: Callable[[Item], bool],
         name: str = "loop",
     ) -> Port:
-        """Go around while a condition holds.
+        """Repeat a part of the flow while a condition holds.
 
-        Inside, the state has one number more, the last: how often the message went around so far.
+        Inside, the state has one more number at the end: the iterations of the message so far.
 
         Args:
-            body: Builds what is in the loop, from where messages enter it to where they leave it.
-            port: Where messages come from.
-            go_on: Whether a message goes around (once more), asked before each time.
-            name: For people.
+            body: Builds the nodes of the loop between the given port and the returned one.
+            port: The port whose messages enter the loop.
+            go_on: Returns whether a message enters the body (again).
+            name: Name in messages and drawings.
         """
         begin = self.update(_push, port, name=f"{name} begin")
         around = self.phi(begin, name=f"{name} phi")
@@ -287,20 +200,20 @@ class Graph:
 
         Args:
             change: Returns the new state; different states must stay different.
-            port: Where messages come from.
-            name: For people.
+            port: The port whose messages are changed.
+            name: Name in messages and drawings.
         """
         return self._change("update", _named(change, name), port, change)
 
     def flatmap(
         self, states: Callable[[Item], Sequence[State]], port: Port, *, name: str | None = None
     ) -> Port:
-        """Send a message on once for each of some states; backward adds the gradients.
+        """Send a copy of a message for each of some states; backward adds the gradients.
 
         Args:
-            states: Returns them; none may repeat.
-            port: Where messages come from.
-            name: For people.
+            states: Returns the states; none may repeat.
+            port: The port whose messages are copied.
+            name: Name in messages and drawings.
         """
         return self._change("flatmap", _named(states, name), port, states)
 
@@ -312,25 +225,25 @@ class Graph:
         count: Callable[[Item], int],
         name: str | None = None,
     ) -> Port:
-        """Stack messages: wait for all of a group, and send one, its rows in order of their states.
+        """Stack the messages of a group into one, its rows in the order of their states.
 
         Args:
             by: Returns the state of a message's group.
-            port: Where messages come from.
-            count: Returns how many messages a group has; the item is one of them.
-            name: For people.
+            port: The port whose messages are stacked.
+            count: Returns the number of messages in the group of an item.
+            name: Name in messages and drawings.
         """
         return self._change("group", _named(by, name), port, by, count)
 
     def ungroup(
         self, states: Callable[[Item], Sequence[State]], port: Port, *, name: str | None = None
     ) -> Port:
-        """Send each row of the tensors by itself.
+        """Send each row of a message's tensors as one message.
 
         Args:
             states: Returns the rows' states; none may repeat.
-            port: Where messages come from.
-            name: For people.
+            port: The port whose messages are split.
+            name: Name in messages and drawings.
         """
         return self._change("ungroup", _named(states, name), port, states)
 
@@ -340,9 +253,9 @@ class Graph:
         """Send copies of a message; backward adds the gradients, in the order of the ports.
 
         Args:
-            port: Where messages come from.
-            copies: How many.
-            name: For people.
+            port: The port whose messages are copied.
+            copies: Number of copies.
+            name: Name in messages and drawings.
         """
         check("copies", copies, whole(1))
         self._check_ports(name, port)
@@ -351,13 +264,13 @@ class Graph:
     def split(
         self, port: Port, sizes: Sequence[int], *, dim: int | None = None, name: str = "split"
     ) -> tuple[Port, ...]:
-        """Cut messages into parts.
+        """Split messages into parts, one for each output port.
 
         Args:
-            port: Where messages come from.
-            sizes: Of the parts: tensors, or with ``dim`` the length of each tensor there.
-            dim: Which dimension is cut; None: the tensors are dealt out.
-            name: For people.
+            port: The port whose messages are split.
+            sizes: Number of tensors in each part; with ``dim``, the length of each part.
+            dim: Dimension along which tensors are split; None: the tensors are distributed.
+            name: Name in messages and drawings.
         """
         self._check_ports(name, port)
         if not sizes or min(sizes) < 0:
@@ -371,35 +284,33 @@ class Graph:
         return self._add("split", name, (port,), widths, dim, tuple(sizes))
 
     def concat(self, *ports: Port, dim: int | None = None, name: str = "concat") -> Port:
-        """Join messages of equal state, one of each port.
+        """Join messages with the same state, one of each port.
 
         Args:
-            ports: Where messages come from.
-            dim: Along which tensors are put together; None: they go on side by side.
-            name: For people.
+            ports: Ports whose messages are joined.
+            dim: Dimension along which tensors are concatenated; None: the joined message has all
+                tensors.
+            name: Name in messages and drawings.
         """
-        if not ports:
-            raise FlowError(f"node {name!r} must be given a port at least")
         self._check_ports(name, *ports)
         if dim is not None:
-            for number, port in enumerate(ports):
-                self._same_width(name, number, port, ports[0].width)
+            self._same_width(name, ports, ports[0].width)
         width = sum(port.width for port in ports) if dim is None else ports[0].width
         return self._add("concat", name, ports, (width,), dim)[0]
 
-    # --- for people --------------------------------------------------------------------------
+    # --- drawings ----------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        """Return one line for each node: what it is, and where its messages come from."""
-        return listing(self)
+        """Return one line for each node: number, kind, name and inputs."""
+        return listing(self.nodes, self.edges)
 
     def mermaid(self) -> str:
         """Return the graph as Mermaid text."""
-        return mermaid(self)
+        return mermaid(self.nodes, self.edges)
 
     def dot(self) -> str:
         """Return the graph as Graphviz text."""
-        return dot(self)
+        return dot(self.nodes, self.edges)
 
     # --- building ----------------------------------------------------------------------------
 
@@ -408,6 +319,8 @@ class Graph:
         return self._add(kind, name, (port,), (port.width,), call, more)[0]
 
     def _check_ports(self, name: str, *ports: Port) -> None:
+        if not ports:
+            raise FlowError(f"node {name!r} must be given a port at least")
         for port in ports:
             known = isinstance(port, Port) and 0 <= port.node < len(self.nodes)
             widths = self.nodes[port.node].outputs if known else ()
@@ -421,24 +334,25 @@ class Graph:
         return self.concat(*ports, name=f"{name} inputs")
 
     def _fits(self, name: str, call: Any, width: int, before: int) -> None:
-        least, most = takes(call)
+        least, most = argument_counts(call)
         if not least - before <= width <= most - before:
-            wanted = (
+            range_text = (
                 f"{least - before}" if least == most else f"{least - before} to {most - before}"
             )
             item = "the item and " if before else ""
             raise FlowError(
-                f"node {name!r} must be given as many tensors as it takes, {item}{wanted}, but "
+                f"node {name!r} must be given as many tensors as it takes, {item}{range_text}, but "
                 f"messages come there with {width}"
             )
 
-    def _same_width(self, name: str, number: int, port: Port, width: int) -> None:
-        if port.width != width:
-            raise FlowError(
-                f"messages must have as many tensors at every port of node {name!r}, {width}, but "
-                f"those that {self.nodes[port.node].name!r} sends to its port {number} have "
-                f"{port.width}"
-            )
+    def _same_width(self, name: str, ports: Sequence[Port], width: int, first: int = 0) -> None:
+        for number, port in enumerate(ports, first):
+            if port.width != width:
+                raise FlowError(
+                    f"messages must have as many tensors at every port of node {name!r}, {width}, "
+                    f"but those that {self.nodes[port.node].name!r} sends to its port {number} "
+                    f"have {port.width}"
+                )
 
     def _add(
         self,
@@ -470,8 +384,8 @@ class Graph:
 def _named(call: Any, name: str | None) -> str:
     if name is not None:
         return name
-    found = getattr(call, "__name__", type(call).__name__)
-    return "function" if found == "<lambda>" else found
+    own_name = getattr(call, "__name__", type(call).__name__)
+    return "function" if own_name == "<lambda>" else own_name
 
 
 def _push(item: Item) -> State:

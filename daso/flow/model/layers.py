@@ -1,44 +1,39 @@
-"""All layers of a flow on one rank: their parameters between ranks, and in checkpoints."""
+"""All layers of a flow on one rank: exchange between ranks, and checkpoints."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from daso.comm.collectives import byte_pieces
-from daso.comm.dtypes import accumulator, byte_buffer
+from daso.comm.control import broadcast_row
+from daso.comm.reduction import accumulator
+from daso.comm.topology import Topology
 from daso.flow.model.checks import Wiring
-from daso.flow.model.graph import MakeOptimizer, Node
+from daso.flow.model.node import MakeOptimizer, Node
 from daso.flow.model.weights import Weights
 from daso.flow.plan import Updates
 from daso.plan.step_restoration import rate_of
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["Layers", "mean_of", "tensors_of"]
 
 Ranks = tuple[tuple[int, ...], ...]
 
 
 class Layers:
-    """The layers of a flow, and this rank's weights of those that it computes.
-
-    Args:
-        wiring: The flow.
-        make: Makes the optimizer of one.
-        updates: When these take steps.
-        world: Communicator over all ranks.
-    """
+    """Layers of a flow, with the weights of those that this rank computes."""
 
     def __init__(
-        self, wiring: Wiring, make: MakeOptimizer, updates: Updates, world: "MPI.Comm"
+        self,
+        wiring: Wiring,
+        make: MakeOptimizer,
+        updates: Updates,
+        topology: Topology,
+        timeout_seconds: float,
     ) -> None:
-        self._count = len(wiring.nodes)
-        self.nodes = [node for node in wiring.nodes if node.kind == "layer"]
-        self.updates, self._make, self._world = updates, make, world
-        self.ranks_of: Ranks = ()  # of every node of the flow, once they are settled
+        self.wiring, self.nodes = wiring, wiring.layers
+        self.updates, self._make = updates, make
+        self._topology, self.timeout_seconds = topology, timeout_seconds
+        self.ranks_of: Ranks = ()  # of every node of the flow, after placement
         self._trained = self._flags()
         self.weights: dict[int, Weights] = {}
 
@@ -49,50 +44,63 @@ class Layers:
             for name, param in node.call.named_parameters()
         }
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Set all modules to evaluation mode; restore their modes at the end."""
+        modules = [module for node in self.nodes for module in node.call.modules()]
+        trained = [module for module in modules if module.training]
+        for module in modules:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in trained:
+                module.training = True
+
     def changed(self) -> str | None:
-        """Return why layers cannot be trained on that were frozen or unfrozen; None if none was."""
+        """Return an error text if a parameter was frozen or unfrozen; None if none was."""
         for (layer, name), trains in self._flags().items():
             if trains != self._trained.get((layer, name), trains):
                 return (
                     f"parameters must stay trained or frozen while a flow.Runtime is open, but "
                     f"{name} of layer {layer!r} was {'unfrozen' if trains else 'frozen'}; close "
-                    f"it, and make another one"
+                    f"it, and make a new one"
                 )
         return None
 
     def settle(self, ranks_of: Ranks) -> None:
-        """Take on this rank's layers; none while nobody knows whose they are."""
-        if self.weights and ranks_of == self.ranks_of:  # schedulers go on with these optimizers
-            for one in self.weights.values():
-                one.begin()
+        """Make this rank's weights for a placement; none before placement."""
+        if self.weights and ranks_of == self.ranks_of:  # schedulers hold these optimizers
+            for weights in self.weights.values():
+                weights.begin()
             return
         self.ranks_of = ranks_of
         self.weights = {
             node.index: Weights(node.call, node.optimizer or self._make, self.updates)
             for node in self.nodes
-            if ranks_of and self._world.Get_rank() in ranks_of[node.index]
+            if ranks_of and self._topology.rank in ranks_of[node.index]
         }
 
     def twins(self) -> list[nn.Parameter]:
-        """Return what this rank's optimizers update, node by node."""
-        return [twin for _, one in sorted(self.weights.items()) for twin in one.twins]
+        """Return the parameters that this rank's optimizers update, node by node."""
+        return [twin for _, weights in sorted(self.weights.items()) for twin in weights.twins]
 
     def publish(self) -> None:
-        """Compute, between epochs, with what others made of the twins."""
-        for one in self.weights.values():
-            one.publish(in_use=False, changed=True)
+        """Publish the twins that other nodes changed, between epochs."""
+        for weights in self.weights.values():
+            weights.publish(in_use=False, changed=True)
 
     @torch.no_grad()
-    def fetch(self, root: Callable[[int], int], comm: "MPI.Comm | None" = None) -> None:
-        """Give every rank all parameters and buffers. Collective over a communicator; blocking."""
+    def fetch(self, root: Callable[[int], int], among: Topology | None = None) -> None:
+        """Broadcast all parameters and buffers. Collective over the topology; blocking."""
+        where = among or self._topology
         for node in self.nodes:
             for tensor in tensors_of(node.call):
                 row = tensor.detach().cpu().contiguous().clone()
-                for piece in byte_pieces(row.view(-1)):
-                    (comm or self._world).Bcast(byte_buffer(piece), root(node.index))
+                broadcast_row(where, row.view(-1), root(node.index), self.timeout_seconds)
                 tensor.copy_(row)
-        for one in self.weights.values():
-            one.take_up()
+        for weights in self.weights.values():
+            weights.update_twins()
 
     @torch.no_grad()
     def average(self) -> None:
@@ -101,34 +109,34 @@ class Layers:
             homes = self.ranks_of[node.index]
             if len(homes) > 1:
                 for tensor in tensors_of(node.call):
-                    _average(tensor, self._world, homes)
+                    _average(tensor, self._topology, homes, self.timeout_seconds)
                 if node.index in self.weights:
-                    self.weights[node.index].take_up()
+                    self.weights[node.index].update_twins()
 
     @torch.no_grad()
-    def average_buffers(self, across: "MPI.Comm") -> None:
+    def average_buffers(self, across: Topology) -> None:
         """Set buffers of this rank's layers to their mean over ranks that have the same layers.
 
-        Collective over the communicator; blocking.
+        Collective over the world of ``across``; blocking.
         """
         for node in self._own():
             for buffer in node.call.buffers():
-                _average(buffer, across, range(across.Get_size()))
+                _average(buffer, across, range(across.world_size), self.timeout_seconds)
 
     def learning_rate(self) -> float:
-        """Return the highest of this rank's optimizers."""
+        """Return the highest learning rate of this rank's optimizers."""
         groups = (
             group
-            for one in self.weights.values()
-            if one.optimizer is not None
-            for group in one.optimizer.param_groups
+            for weights in self.weights.values()
+            if weights.optimizer is not None
+            for group in weights.optimizer.param_groups
         )
         return max((rate_of(group, 1.0) for group in groups), default=1.0)
 
     # --- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's layers and their optimizers, between epochs; at first all layers."""
+        """Return this rank's layers and optimizers, between epochs; before placement all layers."""
         if not self.ranks_of:  # and no optimizers
             modules = {node.name: {"module": node.call.state_dict()} for node in self.nodes}
             return {"ranks_of": [], "layers": modules}
@@ -139,11 +147,12 @@ class Layers:
         return {"ranks_of": [list(ranks) for ranks in self.ranks_of], "layers": states}
 
     def unfit(self, state: Mapping[str, Any]) -> str | None:
-        """Return why a state cannot be gone on from; None if it can."""
-        homes, size = state["ranks_of"], self._world.Get_size()
-        if homes and (len(homes) != self._count or max(map(max, homes)) >= size):
+        """Return why a state cannot be loaded; None if it can."""
+        homes, size = state["ranks_of"], self._topology.world_size
+        nodes = len(self.wiring.nodes)
+        if homes and (len(homes) != nodes or max(map(max, homes)) >= size):
             return (
-                f"state must be that of the same flow, of {self._count} nodes on no more ranks "
+                f"state must be that of the same flow, of {nodes} nodes on no more ranks "
                 f"than these, {size}, but it is of {len(homes)} nodes on "
                 f"{max(map(max, homes)) + 1} ranks"
             )
@@ -153,17 +162,17 @@ class Layers:
                 f"state must be that of the same flow, but it has layers "
                 f"{sorted(set(state['layers']) - names)}, which are not in this one"
             )
-        rank = self._world.Get_rank()
-        mine = {node.name for node in self.nodes if homes and rank in homes[node.index]}
-        if homes and mine != set(state["layers"]):
+        rank = self._topology.rank
+        own = {node.name for node in self.nodes if homes and rank in homes[node.index]}
+        if homes and own != set(state["layers"]):
             return (
-                f"state must be that of rank {rank}, with layers {sorted(mine)}, but it has "
+                f"state must be that of rank {rank}, with layers {sorted(own)}, but it has "
                 f"{sorted(state['layers'])}; save and load one on every rank"
             )
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank, of layers settled likewise."""
+        """Restore what `state_dict` returned on this rank, after the same placement."""
         if not self.ranks_of:
             for node in self.nodes:
                 if node.name in state["layers"]:
@@ -178,31 +187,29 @@ class Layers:
         return (node for node in self.nodes if node.index in self.weights)
 
 
-def _average(tensor: torch.Tensor, comm: "MPI.Comm", homes: Sequence[int]) -> None:
+def _average(
+    tensor: torch.Tensor, topology: Topology, homes: Sequence[int], timeout_seconds: float
+) -> None:
     rows = []
     for rank in homes:
         row = tensor.detach().cpu().contiguous().clone()
-        for piece in byte_pieces(row.view(-1)):
-            comm.Bcast(byte_buffer(piece), rank)
+        broadcast_row(topology, row.view(-1), rank, timeout_seconds)
         rows.append(row)
     tensor.copy_(mean_of(rows))
 
 
 def mean_of(replicas: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of a tensor's replicas, added in their order; of whole numbers, the first's.
-
-    Added and returned in fp32 or fp64.
-    """
+    """Return the mean of replicas, added in order in fp32 or fp64; the first of integers."""
     first, *others = replicas
     if not first.is_floating_point():
         return first
     total = first.to(accumulator(first.dtype))
-    for one in others:
-        total = total + one
+    for replica in others:
+        total = total + replica
     return total / len(replicas)
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of a module that are not empty."""
-    found = [*module.parameters(), *module.buffers()]
-    return [tensor for tensor in found if tensor.numel()]
+    """Return the non-empty parameters and buffers of a module."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return [tensor for tensor in tensors if tensor.numel()]

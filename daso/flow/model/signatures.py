@@ -1,4 +1,4 @@
-"""What can be seen of a callable without calling it."""
+"""Properties of a callable, found without calling it."""
 
 import inspect
 import sys
@@ -7,28 +7,28 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["draws", "takes"]
+from daso.torch_private import Dropout
 
-BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def takes(call: Callable[..., Any]) -> tuple[int, int]:
-    """Return how many arguments a callable takes by place, at least and at most."""
+def argument_counts(call: Callable[..., Any]) -> tuple[int, int]:
+    """Return the minimum and maximum number of positional arguments of a callable."""
     try:
         parameters = inspect.signature(call).parameters.values()
-    except (TypeError, ValueError):  # of some that are written in C
+    except (TypeError, ValueError):  # some callables written in C
         return 0, sys.maxsize
-    placed = [one for one in parameters if one.kind in BY_PLACE]
-    least = sum(one.default is inspect.Parameter.empty for one in placed)
-    if any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters):
+    placed = [parameter for parameter in parameters if parameter.kind in POSITIONAL]
+    least = sum(parameter.default is inspect.Parameter.empty for parameter in placed)
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         return least, sys.maxsize
     return least, len(placed)
 
 
 def draws(module: nn.Module) -> bool:
-    """Return whether a module has dropout in it: it draws random numbers while it trains."""
+    """Return whether a module draws random numbers in training, as dropout does."""
     return any(
-        isinstance(one, nn.modules.dropout._DropoutNd | nn.RReLU)
-        or (isinstance(one, nn.RNNBase | nn.MultiheadAttention) and one.dropout > 0)
-        for one in module.modules()
+        isinstance(inner, Dropout | nn.RReLU)
+        or (isinstance(inner, nn.RNNBase | nn.MultiheadAttention) and inner.dropout > 0)
+        for inner in module.modules()
     )

@@ -1,4 +1,4 @@
-"""The weights of one layer: gradients are gathered, and its optimizer takes a step on its own."""
+"""Weights of one layer, with gathered gradients and the layer's optimizer."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,25 +7,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from daso.comm.dtypes import byte_buffer
-from daso.flow.model.graph import MakeOptimizer
+from daso.comm.reduction import byte_buffer
+from daso.flow.model.node import MakeOptimizer
 from daso.flow.plan import Updates, age_factor
-
-__all__ = ["Weights"]
+from daso.torch_private import own_parameters
 
 
 class GatheredGradients:
-    """Sums of a layer's gradients, until its optimizer takes a step."""
+    """Sums of a layer's gradients until its optimizer steps."""
 
     def __init__(self, count: int) -> None:
         self._sums: list[torch.Tensor | None] = [None] * count
         self._owned = [False] * count  # whether a sum may be written to
-        self.units = 0  # gradients, or instances, in the sums
-        self.instances: set[int] = set()  # that are under way, with gradients in the sums
+        self.units = 0  # gradients or instances in the sums, see `Updates.unit`
+        self.instances: set[int] = set()  # under way, with gradients in the sums
 
     @property
-    def makes_a_step(self) -> bool:
-        """Whether there is a gradient, and a unit to divide it by."""
+    def can_step(self) -> bool:
+        """True if a gradient and a complete unit were gathered."""
         return self.units > 0 and any(held is not None for held in self._sums)
 
     def add(self, place: int, grad: torch.Tensor) -> None:
@@ -35,67 +34,59 @@ class GatheredGradients:
             self._sums[place] = grad
         elif self._owned[place]:
             held.add_(grad)
-        else:  # autograd may have given out the same memory twice
+        else:  # autograd may have returned the same memory twice
             self._sums[place] = held + grad
             self._owned[place] = True
 
-    def hand_over(self, twins: Sequence[nn.Parameter]) -> None:
+    def write_grads(self, twins: Sequence[nn.Parameter]) -> None:
         """Write the means into ``.grad``."""
         for twin, held, owned in zip(twins, self._sums, self._owned, strict=True):
             if held is None:
                 continue
-            # Optimizers may write to gradients; what autograd gave out may be others' too.
+            # Optimizers may write to gradients; autograd's memory may be shared with others.
             twin.grad = held if owned else held.clone()
             if self.units > 1:
                 twin.grad.div_(self.units)
 
     def clear(self) -> None:
-        """Begin anew; instances that are under way stay so."""
+        """Drop the sums, but not the instances under way."""
         self._sums = [None] * len(self._sums)
         self._owned = [False] * len(self._owned)
         self.units = 0
 
 
 class Weights:
-    """The parameters of a layer and what updates them.
+    """Parameters of a layer, and the optimizer that updates their twins."""
 
-    The optimizer is given twins of the parameters. With current weights a twin shares its
-    parameter's memory, but not the counter by which torch finds out that something changed since
-    forward: backward is meant to compute with weights that have changed. With stashed weights the
-    module is given new parameters after an update as long as backwards with the old ones are to
-    come.
-
-    Args:
-        module: Whose they are.
-        make: Makes the optimizer from the twins.
-        updates: When it takes a step.
-    """
-
+    # With current weights a twin shares its parameter's memory, but not the version counter by
+    # which torch detects changes since forward: backward may compute with changed weights. With
+    # stashed weights the module gets new parameters after an update, while backwards with the old
+    # ones are pending.
     def __init__(self, module: nn.Module, make: MakeOptimizer, updates: Updates) -> None:
         self.module, self._updates = module, updates
         self._places = [
             (owner, name, p)
             for owner in module.modules()
-            for name, p in owner._parameters.items()  # one parameter may have several names
+            for name, p in own_parameters(owner).items()  # one parameter may have several names
             if p is not None and p.requires_grad
         ]
         self._stashes = updates.weights == "stashed"
-        self.own = list(dict.fromkeys(p for _, _, p in self._places))  # those of the user
-        self.live = list(self.own)  # those that forward computes with
+        self.own = list(dict.fromkeys(p for _, _, p in self._places))  # the user's parameters
+        self.live = list(self.own)  # parameters that forward computes with
         self.twins = [
             nn.Parameter(p.detach().clone() if self._stashes else p.data) for p in self.own
         ]
         self.optimizer = make(self.twins) if self.twins else None
         self.version = 0  # steps taken
         self._published = 0  # version that forward computes with
-        self._apart = False  # whether it does with others than the user's parameters
+        self._uses_copies = False  # forward computes with copies of the user's parameters
         self.ages: list[int] = [0, 0, 0]  # gradients, sum of their ages, the highest
         self._gathered = GatheredGradients(len(self.own))
 
     def add(
         self, grads: Sequence[torch.Tensor | None], version: int, instances: Sequence[int]
     ) -> None:
-        """Take in a gradient, and take a step if it is time."""
+        """Add a gradient; step if enough were gathered."""
         if all(grad is None for grad in grads):
             return
         age = self.version - version
@@ -112,7 +103,7 @@ class Weights:
             self._count(len(instances))
 
     def finish(self, instance: int) -> None:
-        """All of an instance's gradients came; take a step if it is time."""
+        """Count an instance whose gradients are complete; step if enough were gathered."""
         if instance in self._gathered.instances:
             self._gathered.instances.discard(instance)
             self._count(1)
@@ -123,27 +114,27 @@ class Weights:
             self.step()
 
     def step(self) -> None:
-        """Take a step with the mean of what was gathered; nothing without a gradient."""
-        if self.optimizer is not None and self._gathered.makes_a_step:
-            self._gathered.hand_over(self.twins)
+        """Step with the mean of the gathered gradients, if any."""
+        if self.optimizer is not None and self._gathered.can_step:
+            self._gathered.write_grads(self.twins)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.version += 1
         self._gathered.clear()
 
     def begin(self) -> None:
-        """Begin an epoch: what one that failed has left is dropped."""
+        """Begin an epoch: drop the gradients of a failed one."""
         self._gathered.clear()
         self._gathered.instances.clear()
         self.publish(in_use=False)
 
     @torch.no_grad()
     def publish(self, *, in_use: bool, changed: bool = False) -> None:
-        """Let forward compute with the weights after the last steps, where they are stashed."""
+        """Let forward compute with the newest weights, if weights are stashed."""
         is_new = self._published != self.version or changed
-        if not self._stashes or not (is_new or (self._apart and not in_use)):
+        if not self._stashes or not (is_new or (self._uses_copies and not in_use)):
             return
-        self._published, self._apart = self.version, in_use
+        self._published, self._uses_copies = self.version, in_use
         if in_use:
             new = {
                 id(p): nn.Parameter(twin.clone())
@@ -155,29 +146,29 @@ class Weights:
                 p.copy_(twin)
         self.live = [new[id(p)] for p in self.own]
         for owner, name, p in self._places:
-            owner._parameters[name] = new[id(p)]
+            own_parameters(owner)[name] = new[id(p)]
 
     @torch.no_grad()
-    def take_up(self) -> None:
-        """Go on from the parameters as they are, after others wrote to them."""
+    def update_twins(self) -> None:
+        """Copy the parameters to the twins, after another writer changed them."""
         for p, twin in zip(self.own, self.twins, strict=True):
             twin.copy_(p)
 
     def digest(self) -> str:
         """Return a hash of the parameters and buffers, between epochs."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for tensor in (*self.module.parameters(), *self.module.buffers()):
-            found.update(byte_buffer(tensor.detach().cpu().contiguous().view(-1)))
-        return found.hexdigest()[:16]
+            digest.update(byte_buffer(tensor.detach().cpu().contiguous().view(-1)))
+        return digest.hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state and what is counted, between epochs."""
+        """Return the optimizer's state and the version, between epochs."""
         state = None if self.optimizer is None else self.optimizer.state_dict()
         return {"optimizer": state, "version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         self.version = state["version"]
-        self.take_up()
+        self.update_twins()

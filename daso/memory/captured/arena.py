@@ -1,8 +1,8 @@
-"""A recorded step's operations, run in one piece of memory that was planned in advance.
+"""Runs a recorded step in one arena of memory, planned in advance.
 
-Every tensor that an operation makes has its place in the arena, known before the step begins, where
-the operation itself writes it. What operations can only allocate stays where they put it, until it
-is not needed any more: the tensors that stand for it are pointed there.
+Every result has a place in the arena, which is known before the step begins and to which the
+operation itself writes. Results of operations that can only allocate stay in their own memory until
+they are not needed any more; the tensors that stand for them are pointed there.
 """
 
 import mmap
@@ -18,33 +18,31 @@ from daso.memory.captured.planner import pack
 from daso.memory.captured.recorded import Output, Recording, TensorView, filled
 from daso.memory.captured.writes import Call
 
-__all__ = ["ArenaRun", "Receiver"]
-
-HUGE_PAGE = 1 << 21  # bytes: fewer pages to look up, and to make
-ALIGNMENT = 64  # bytes: a cache line, and what torch gives to a tensor of its own
-POISON = 0xFF  # in every byte: NaN in all floating-point types
+HUGE_PAGE = 1 << 21  # bytes: fewer page faults and TLB misses
+ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
+POISON = 0xFF  # byte that makes NaN in all floating-point types
 
 
 class Receiver(Protocol):
-    """Who is given gradients while backward goes on."""
+    """Receives gradients during backward."""
 
     def memory(self, index: int) -> torch.Tensor | None:
-        """Return memory for a gradient, laid out as its parameter; None: it may lie anywhere."""
+        """Return memory for a gradient, laid out as its parameter; None: any memory."""
         ...
 
     def take(self, index: int, gradient: torch.Tensor, *, own: bool) -> None:
-        """Take a gradient; its memory is overwritten afterwards unless it is the taker's own."""
+        """Take a gradient; its memory is overwritten later unless ``own``."""
         ...
 
 
 class ArenaRun:
-    """Runs a recording's operations, each with its results where it was planned.
+    """Runs a recording's operations with their results at planned places in an arena.
 
     Args:
-        recording: What to run.
-        way: How the arena is planned: see `daso.memory.captured.planner.pack`.
-        device: Where the arena is.
-        _poison: Fill with NaN what is not needed any more: for tests.
+        recording: The recording.
+        way: Heuristic that plans the arena: see `daso.memory.captured.planner.pack`.
+        device: Device of the arena.
+        _poison: Fill blocks with NaN at the end of their lifetimes; for tests.
     """
 
     def __init__(
@@ -60,11 +58,11 @@ class ArenaRun:
         self._env, self._outs = self._views(), self._results()
         self._held: list[tuple[torch.Tensor | None, int]] = [(None, 0)] * len(recording.roots)
         self._touched: dict[tuple[int, ...], tuple[list[tuple[Node, Node | None]], list[int]]] = {}
-        self._handed: set[int] = set()  # blocks that lie in memory of the receiver's
+        self._handed: set[int] = set()  # blocks in memory of the receiver
         self._receiver: Receiver = _Copies()
         self._calls: list[Call] = []
-        self._at: list[int] = []  # where in them each operation is
-        self._forward = 0  # how many of them are the forward pass's
+        self._at: list[int] = []  # position of each operation in them
+        self._forward = 0  # number of them in the forward pass
         for home in planned:
             self._to_arena(home)
         self._arrange(poison=_poison)
@@ -72,13 +70,13 @@ class ArenaRun:
     # --- a run -------------------------------------------------------------------------------
 
     def __call__(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return loss and gradients, in memory of their own."""
+        """Run a step; return copies of loss and gradients."""
         copies, loss = _Copies(), self.forward(values).clone()
         self.backward(copies)
         return [loss, *map(copies.gradients.get, range(len(self.recording.outputs) - 1))]
 
     def forward(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Run the forward pass; return the loss, which is overwritten afterwards."""
+        """Run the forward pass; return the loss, which later operations overwrite."""
         values = [*values, *self.recording.own]
         changed = [
             index
@@ -91,11 +89,11 @@ class ArenaRun:
             call()
         loss = self.recording.outputs[0]
         assert loss is not None
-        found: torch.Tensor = self._env[loss.node]
-        return found
+        result: torch.Tensor = self._env[loss.node]
+        return result
 
     def backward(self, receiver: Receiver) -> None:
-        """Run the backward pass; hand over each gradient as soon as it is there."""
+        """Run the backward pass; hand over each gradient as soon as it is complete."""
         self._receiver = receiver
         try:
             for call in self._calls[self._forward :]:
@@ -103,34 +101,34 @@ class ArenaRun:
         finally:
             self._receiver = _Copies()
 
-    def forget(self, which: Sequence[int]) -> None:
-        """Let go of some values: they are not kept alive until the next call."""
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Release some values, so that they are not kept alive until the next call."""
         recording = self.recording
-        outside, steps = self._touched_by(tuple(which))
-        for node in [*(recording.roots[one] for one in which), *(node for node, _ in outside)]:
+        outside, steps = self._touched_by(tuple(numbers))
+        for node in [*(recording.roots[i] for i in numbers), *(node for node, _ in outside)]:
             self._env.pop(node, None)
         for index in steps:
             self._calls[self._at[index]] = _unbound
-        for one in which:
-            self._held[one] = (None, 0)
+        for number in numbers:
+            self._held[number] = (None, 0)
 
-    # --- what is called, and in which order --------------------------------------------------
+    # --- order of calls ----------------------------------------------------------------------
 
     def _arrange(self, *, poison: bool) -> None:
-        """List operations, and what is due before each."""
+        """List the calls of a run: operations, and the events before each."""
         steps = range(len(self.recording.steps))
         events = [*self._deliveries(), *self._releases(), *self._preparations()]
         events += self._poisonings() if poison else []
         events += [_Event(index, OPERATION, index, _unbound) for index in steps]
         self._at = [0] * len(steps)
-        for event in sorted(events, key=lambda one: one[:3]):
+        for event in sorted(events, key=lambda event: event[:3]):
             if event.kind == OPERATION:
                 self._at[event.order] = len(self._calls)
             if event.kind == BACKWARD:
                 self._forward = len(self._calls)
             self._calls.append(event.call)
         for index, step in enumerate(self.recording.steps):
-            if all(self.recording.places[one].home >= 0 for one in step.node.all_input_nodes):
+            if all(self.recording.places[node].home >= 0 for node in step.node.all_input_nodes):
                 self._calls[self._at[index]] = self._bound(index)
 
     def _deliveries(self) -> Iterator["_Event"]:
@@ -158,7 +156,7 @@ class ArenaRun:
             yield _Event(block.end, RELEASE, home, partial(dead.fill_, POISON))
 
     def _placed_gradients(self) -> Iterator[tuple[int, int]]:
-        """Return gradients that an operation may write to ``.grad`` itself, and their blocks."""
+        """Yield gradients that an operation may write to ``.grad`` directly, and their blocks."""
         for index, output in enumerate(self.recording.outputs):
             if output is not None and output.alone:
                 home = self.recording.places[output.node].home
@@ -166,7 +164,7 @@ class ArenaRun:
                     yield index - 1, home
 
     def _prepare(self, index: int, home: int) -> None:
-        """Let a gradient be written where its receiver wants it."""
+        """Point a gradient's block to memory of its receiver, or back to the arena."""
         memory = self._receiver.memory(index)
         if memory is not None:
             start = int(memory.storage_offset()) * memory.itemsize
@@ -181,15 +179,15 @@ class ArenaRun:
         self._receiver.take(index, gradient.detach() if own else gradient, own=own)
 
     def _release(self, home: int) -> None:
-        """Let go of memory outside the arena."""
+        """Release a block's memory outside the arena."""
         if home in self.recording.loose or home in self._handed:
             for tensor, _ in self._tensors[home]:
                 tensor.set_()  # type: ignore[call-overload]
 
-    # --- where tensors lie -------------------------------------------------------------------
+    # --- places of tensors -------------------------------------------------------------------
 
     def _point(self, home: int, storage: torch.UntypedStorage, start: int) -> None:
-        """Let all tensors of a block lie in some memory, from a byte on."""
+        """Point all tensors of a block to a storage, from a byte on."""
         for tensor, place in self._tensors[home]:
             offset = start // place.dtype.itemsize + place.offset
             tensor.set_(storage, offset, place.size, place.stride)
@@ -199,18 +197,18 @@ class ArenaRun:
         self._point(home, self._arena.untyped_storage(), start)
         self._handed.discard(home)
 
-    def _land(self, home: int, result: torch.Tensor) -> None:
-        """Take what an operation allocated for a block."""
+    def _adopt(self, home: int, result: torch.Tensor) -> None:
+        """Point a block to the memory that an operation allocated."""
         self._point(home, result.untyped_storage(), 0)
 
     def _tensor(self, place: TensorView) -> torch.Tensor:
-        """Return a tensor of a block, which lies nowhere yet."""
+        """Return a tensor of a block, not yet pointed to memory."""
         tensor = torch.empty(0, dtype=place.dtype, device=self._arena.device)
         self._tensors[place.home].append((tensor, place))
         return tensor
 
     def _views(self) -> dict[Node, Any]:
-        """Return the tensors that are used, by the nodes whose results they are."""
+        """Return the tensors that operations or outputs use, by node."""
         used = {node for step in self.recording.steps for node in step.node.all_input_nodes}
         used |= {output.node for output in self.recording.outputs if output is not None}
         return {
@@ -220,73 +218,73 @@ class ArenaRun:
         }
 
     def _results(self) -> list[list[Any]]:
-        """Return, for each operation, where its results go: a tensor, or who takes a result."""
+        """Return for each operation the targets of its results: tensors, or receiving functions."""
 
         def target(place: TensorView | None) -> Any:
             if place is None:
                 return None
             if place.home in self.recording.loose:
-                return partial(self._land, place.home)
+                return partial(self._adopt, place.home)
             return self._tensor(place)
 
         return [[target(place) for place in step.outs] for step in self.recording.steps]
 
-    # --- what operations are given -----------------------------------------------------------
+    # --- arguments of operations -------------------------------------------------------------
 
     def _bind(self, changed: tuple[int, ...], values: Sequence[torch.Tensor]) -> None:
-        """Let the operations that use values use those that are there now."""
+        """Rebind operations to the current inputs."""
         outside, steps = self._touched_by(changed)
-        for one in changed:
-            self._env[self.recording.roots[one]] = values[one]
+        for index in changed:
+            self._env[self.recording.roots[index]] = values[index]
         for node, source in outside:
             if source is not None:
                 self._env[node] = self._env[source]
             else:
-                kwargs = {name: filled(one, self._env) for name, one in node.kwargs.items()}
+                kwargs = {name: filled(value, self._env) for name, value in node.kwargs.items()}
                 self._env[node] = node.target(*filled(node.args, self._env), **kwargs)  # type: ignore[operator]
-        for index in steps:
-            self._calls[self._at[index]] = self._bound(index)
-        for one in changed:
-            self._held[one] = (values[one], values[one].data_ptr())
+        for step_index in steps:
+            self._calls[self._at[step_index]] = self._bound(step_index)
+        for index in changed:
+            self._held[index] = (values[index], values[index].data_ptr())
 
     def _touched_by(
         self, changed: tuple[int, ...]
     ) -> tuple[list[tuple[Node, Node | None]], list[int]]:
-        """Return which views and operations use any of some values."""
+        """Return the views and operations that use any of some values."""
         if changed not in self._touched:
-            places, homes = self.recording.places, {-1 - one for one in changed}
+            places, homes = self.recording.places, {-1 - index for index in changed}
             self._touched[changed] = (
-                [one for one in self.recording.outside if _home(places[one[0]]) in homes],
+                [view for view in self.recording.outside if _home(places[view[0]]) in homes],
                 [
                     index
                     for index, step in enumerate(self.recording.steps)
-                    if any(_home(places[one]) in homes for one in step.node.all_input_nodes)
+                    if any(_home(places[node]) in homes for node in step.node.all_input_nodes)
                 ],
             )
         return self._touched[changed]
 
     def _bound(self, index: int) -> Call:
-        """Return an operation with its arguments."""
+        """Return a call of an operation with its arguments."""
         step = self.recording.steps[index]
-        kwargs = {name: filled(one, self._env) for name, one in step.node.kwargs.items()}
+        kwargs = {name: filled(value, self._env) for name, value in step.node.kwargs.items()}
         return step.make(self._outs[index], filled(step.node.args, self._env), kwargs)
 
 
 GRADIENT, RELEASE, PREPARE, OPERATION = range(1, 5)  # kinds of events, in their order
-BACKWARD = 0  # begins
+BACKWARD = 0  # kind of the event that begins the backward pass
 
 
 class _Event(NamedTuple):
-    """A call, and when it is due."""
+    """A call at a point of the run."""
 
-    step: int  # operations that run before it
+    step: int  # number of operations before it
     kind: int
-    order: int  # of events of one kind
+    order: int  # among events of one kind
     call: Call
 
 
 class _Copies:
-    """Receives gradients and keeps copies."""
+    """Receiver that keeps copies of gradients."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, torch.Tensor] = {}
@@ -302,18 +300,18 @@ def _nothing() -> None: ...
 
 
 def _unbound() -> None:
-    raise AssertionError("an operation runs before its arguments are there")
+    raise AssertionError("an operation runs before its arguments are bound")
 
 
 def _home(place: Any) -> int:
-    """Return where an operation's results lie; views of one value if there are several."""
+    """Return the home of an operation's results; several are views of one value."""
     if isinstance(place, list):
-        return next((one.home for one in place if one is not None), 0)
+        return next((view.home for view in place if view is not None), 0)
     return 0 if place is None else int(place.home)
 
 
 def _make_arena(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory whose first byte is aligned; on the host in large pages, where it has such."""
+    """Return aligned memory; on the host in huge pages, if supported."""
     align = ALIGNMENT if device.type != "cpu" else HUGE_PAGE if nbytes >= HUGE_PAGE else ALIGNMENT
     size = max(1, nbytes) + align
     if align == HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):

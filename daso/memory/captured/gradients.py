@@ -1,9 +1,8 @@
-"""Gradients of a captured step, given to parameters while its backward pass goes on.
+"""Delivery of a captured step's gradients to parameters and hooks, during its backward pass.
 
-A captured step calls the hooks that ``register_post_accumulate_grad_hook`` of parameters was given,
-each as soon as its gradient is there, in the order in which autograd would. A hook may offer the
-memory in which it wants the gradient: it then has a method ``memory()``, which returns a tensor
-laid out as the parameter, or None.
+A captured step calls the hooks that were registered with ``register_post_accumulate_grad_hook``,
+each as soon as its gradient is complete, in autograd's order. A hook may provide the memory of the
+gradient by a method ``memory()`` that returns a tensor laid out as the parameter, or None.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,13 +10,11 @@ from typing import Any
 
 import torch
 
-from daso.memory.captured.guards import gradient_hooks
-
-__all__ = ["Gradients", "in_backward"]
+from daso.torch_private import gradient_hooks
 
 
 class Gradients:
-    """Adds gradients to those of parameters, and calls the parameters' hooks.
+    """Accumulates gradients into ``.grad`` of parameters, and calls the parameters' hooks.
 
     Args:
         params: The parameters.
@@ -31,13 +28,13 @@ class Gradients:
         return any(map(gradient_hooks, self._params))
 
     def memory(self, index: int) -> torch.Tensor | None:
-        """Return what is to become ``.grad`` as it is; None where it is added or copied."""
+        """Return memory that becomes ``.grad``; None if the gradient is added or copied."""
         param = self._params[index]
         copied = param.grad is not None or _offered(param) is not None
         return None if copied else torch.empty_like(param)
 
     def take(self, index: int, gradient: torch.Tensor, *, own: bool) -> None:
-        """Take a gradient that is there."""
+        """Accumulate a complete gradient, and call the hooks of its parameter."""
         param = self._params[index]
         if param.grad is not None:
             param.grad.add_(gradient)
@@ -50,13 +47,13 @@ class Gradients:
 
 
 def _offered(param: torch.Tensor) -> torch.Tensor | None:
-    """Return memory in which one of a parameter's hooks wants the gradient."""
+    """Return the memory that a hook of a parameter provides for the gradient, if any."""
     offers = (getattr(hook, "memory", None) for hook in gradient_hooks(param))
-    return next((found for offer in offers if offer and (found := offer()) is not None), None)
+    return next((memory for offer in offers if offer and (memory := offer()) is not None), None)
 
 
 def in_backward(call: Callable[[], None]) -> None:
-    """Call a function inside a backward of autograd's, as hooks expect that ask for its end."""
+    """Call a function inside a backward of autograd, for hooks that queue callbacks for its end."""
     start = torch.zeros((), device="cpu", requires_grad=True)
     with torch.enable_grad():
         end = _Backward.apply(start, call)  # type: ignore[no-untyped-call]
@@ -64,7 +61,7 @@ def in_backward(call: Callable[[], None]) -> None:
 
 
 class _Backward(torch.autograd.Function):
-    """Calls a function when autograd comes to it."""
+    """Calls a function in autograd's backward."""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:

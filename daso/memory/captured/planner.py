@@ -1,8 +1,8 @@
-"""Where blocks lie in one piece of memory, when it is known in advance how long each is needed.
+"""Offsets of memory blocks with known lifetimes in one arena.
 
-Blocks that are needed at the same time must not overlap; how large the piece becomes depends on how
-they are stacked. The best is hard to find (dynamic storage allocation is NP-complete); what is here
-comes close, and says how close.
+Blocks with overlapping lifetimes must not overlap in memory; the arena's size depends on their
+placement. Optimal placement (dynamic storage allocation) is NP-complete; the heuristics here are
+close to a lower bound, which is reported.
 """
 
 from bisect import bisect_left
@@ -14,38 +14,36 @@ from typing import NamedTuple
 from daso.errors import ConfigError
 from daso.plan.layout import ALIGNMENT
 
-__all__ = ["EXACT_MOST", "WAYS", "Arena", "Block", "lower_bound", "pack", "segments"]
-
-EXACT_MOST = 10  # blocks of which all orders are tried
+EXACT_MOST = 10  # maximum number of blocks for way exact
 
 
 class Block(NamedTuple):
-    """Memory that is needed for some time.
+    """Memory with a lifetime.
 
     Args:
-        nbytes: How much.
+        nbytes: Size in bytes.
         begin: First step in which it is needed.
-        end: First step in which it is not needed any more.
+        end: Step after the last in which it is needed.
     """
 
     nbytes: int
     begin: int
     end: int
 
-    def meets(self, other: "Block") -> bool:
-        """Whether both are needed in some step."""
+    def overlaps(self, other: "Block") -> bool:
+        """Return whether both are needed in some step."""
         return self.begin < other.end and other.begin < self.end
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """Where blocks lie.
+    """Offsets of blocks in an arena.
 
     Args:
-        offsets: Of each block, in bytes.
-        nbytes: Of the whole piece.
-        bound: That no piece can be smaller than: what is needed at once, at most.
-        way: Who found it.
+        offsets: Offset of each block, in bytes.
+        nbytes: Size of the arena.
+        bound: Lower bound of the size: most bytes needed in one step.
+        way: Name of the heuristic that found it, of `WAYS`.
     """
 
     offsets: tuple[int, ...]
@@ -55,21 +53,21 @@ class Arena:
 
 
 def pack(blocks: Sequence[Block], way: str = "best", *, alignment: int = ALIGNMENT) -> Arena:
-    """Return where blocks lie in one piece of memory."""
+    """Place blocks in an arena, by one heuristic or the best of all."""
     _check(blocks, way)
     sized = [block._replace(nbytes=-(-block.nbytes // alignment)) for block in blocks]
     bound = lower_bound(sized)
-    found: tuple[int, str, list[int]] | None = None
-    for name in [one for one in WAYS if one != "exact"] if way == "best" else [way]:
+    best: tuple[int, str, list[int]] | None = None
+    for name in [name for name in WAYS if name != "exact"] if way == "best" else [way]:
         offsets = WAYS[name](sized)
         size = _size(sized, offsets)
-        if found is None or size < found[0]:
-            found = size, name, offsets
+        if best is None or size < best[0]:
+            best = size, name, offsets
         if size == bound:
             break
-    assert found is not None
-    size, name, offsets = found
-    where = tuple(one * alignment for one in offsets)
+    assert best is not None
+    size, name, offsets = best
+    where = tuple(offset * alignment for offset in offsets)
     return Arena(where, size * alignment, bound * alignment, name)
 
 
@@ -78,15 +76,15 @@ def _check(blocks: Sequence[Block], way: str) -> None:
         raise ConfigError(f"way must be best, {', '.join(WAYS)}, not {way!r}")
     for block in blocks:
         if block.nbytes < 0 or block.begin >= block.end:
-            raise ConfigError(f"a block must have bytes, and end after it begins, not {block}")
+            raise ConfigError(
+                f"a block must have a size of at least 0, and end after it begins, not {block}"
+            )
     if way == "exact" and len(blocks) > EXACT_MOST:
-        raise ConfigError(
-            f"all orders can be tried of {EXACT_MOST} blocks at most, not of {len(blocks)}"
-        )
+        raise ConfigError(f"way exact can place at most {EXACT_MOST} blocks, not {len(blocks)}")
 
 
 def lower_bound(blocks: Sequence[Block]) -> int:
-    """Return the bytes that are needed at once, at most."""
+    """Return the most bytes that are needed in one step."""
     changes = sorted(
         change
         for nbytes, begin, end in blocks
@@ -100,53 +98,55 @@ def lower_bound(blocks: Sequence[Block]) -> int:
 
 
 def _by_size(blocks: Sequence[Block]) -> list[int]:
-    """Return who is largest, and of these first."""
-    return sorted(range(len(blocks)), key=lambda one: (-blocks[one].nbytes, blocks[one].begin, one))
+    """Return the indices of blocks, the largest first; ties by begin."""
+    return sorted(
+        range(len(blocks)), key=lambda index: (-blocks[index].nbytes, blocks[index].begin, index)
+    )
 
 
 def _size(blocks: Sequence[Block], offsets: Sequence[int]) -> int:
-    return max((at + one.nbytes for one, at in zip(blocks, offsets, strict=True)), default=0)
+    return max((at + block.nbytes for block, at in zip(blocks, offsets, strict=True)), default=0)
 
 
 # --- segments that blocks share -------------------------------------------------------------------
 
 
 def segments(blocks: Sequence[Block]) -> list[list[tuple[int, int]]]:
-    """Return who shares the memory of whom: blocks and offsets of each segment.
+    """Group blocks into segments that share memory; return blocks and offsets of each segment.
 
-    The largest block owns a segment; blocks that are not needed while it is lie in it, side by side
-    where they are needed at once, and of what they leave, and while they are not needed, others
-    are given likewise (US10782897B2, claim 1, repeated).
+    The largest block owns a segment. Blocks that do not overlap its lifetime share its memory, side
+    by side. Their parts are shared in the same way with further blocks (US10782897B2, claim 1,
+    repeated).
     """
     left = _by_size(blocks)
-    found = []
+    result = []
     while left:
         owner, left = left[0], left[1:]
         segment = [(owner, 0)]
         parts = deque([_Part(0, blocks[owner].nbytes, (blocks[owner][1:],))])
         while parts:
             left = _fill(blocks, left, parts.popleft(), parts, segment)
-        found.append(segment)
-    return found
+        result.append(segment)
+    return result
 
 
 class _Part(NamedTuple):
-    """A part of a segment.
+    """A part of a segment's memory.
 
     Args:
-        start: Where it begins.
-        stop: Where it ends.
-        taken: When it is needed already: begins and ends, in their order, none over another.
+        start: First offset.
+        stop: End offset, exclusive.
+        busy: Lifetimes of the blocks that use it, sorted and disjoint.
     """
 
     start: int
     stop: int
-    taken: tuple[tuple[int, int], ...]
+    busy: tuple[tuple[int, int], ...]
 
     def is_free(self, block: Block) -> bool:
-        """Whether it is not needed while a block is."""
-        after = bisect_left(self.taken, (block.end, block.end))
-        return after == 0 or self.taken[after - 1][1] <= block.begin
+        """Return whether no block uses it during the lifetime of another block."""
+        after = bisect_left(self.busy, (block.end, block.end))
+        return after == 0 or self.busy[after - 1][1] <= block.begin
 
 
 def _fill(
@@ -156,16 +156,16 @@ def _fill(
     parts: deque[_Part],
     segment: list[tuple[int, int]],
 ) -> list[int]:
-    """Put blocks side by side into a part, each of which is a part then; return who is left."""
+    """Place blocks side by side in a part, each as a new part; return the remaining ones."""
     at, others = part.start, []
-    for one in left:
-        block = blocks[one]
+    for index in left:
+        block = blocks[index]
         if at + block.nbytes > part.stop or not part.is_free(block):
-            others.append(one)
+            others.append(index)
             continue
-        segment.append((one, at))
-        taken = tuple(sorted((*part.taken, block[1:])))
-        parts.append(_Part(at, at + block.nbytes, taken))
+        segment.append((index, at))
+        busy = tuple(sorted((*part.busy, block[1:])))
+        parts.append(_Part(at, at + block.nbytes, busy))
         at += block.nbytes
     return others
 
@@ -173,8 +173,8 @@ def _fill(
 def _greedy(blocks: Sequence[Block]) -> list[int]:
     offsets, at = [0] * len(blocks), 0
     for segment in segments(blocks):
-        for one, offset in segment:
-            offsets[one] = at + offset
+        for index, offset in segment:
+            offsets[index] = at + offset
         at += blocks[segment[0][0]].nbytes
     return offsets
 
@@ -182,11 +182,11 @@ def _greedy(blocks: Sequence[Block]) -> list[int]:
 # --- one after the other --------------------------------------------------------------------------
 
 
-def _lowest(blocks: Sequence[Block], placed: Mapping[int, int], one: int, *, tight: bool) -> int:
-    """Return where a block may lie beside those that are placed."""
-    block = blocks[one]
+def _lowest(blocks: Sequence[Block], offsets: Mapping[int, int], index: int, *, tight: bool) -> int:
+    """Return the lowest (or tightest) free offset for a block among the placed ones."""
+    block = blocks[index]
     spans = sorted(
-        (at, at + blocks[o].nbytes) for o, at in placed.items() if blocks[o].meets(block)
+        (at, at + blocks[o].nbytes) for o, at in offsets.items() if blocks[o].overlaps(block)
     )
     best: tuple[int, int] | None = None
     at = 0
@@ -199,22 +199,22 @@ def _lowest(blocks: Sequence[Block], placed: Mapping[int, int], one: int, *, tig
 
 
 def _in_order(blocks: Sequence[Block], order: Sequence[int], *, tight: bool) -> list[int]:
-    placed: dict[int, int] = {}
-    for one in order:
-        placed[one] = _lowest(blocks, placed, one, tight=tight)
-    return [placed[one] for one in range(len(blocks))]
+    offsets: dict[int, int] = {}
+    for index in order:
+        offsets[index] = _lowest(blocks, offsets, index, tight=tight)
+    return [offsets[index] for index in range(len(blocks))]
 
 
 def _greedy_size(blocks: Sequence[Block]) -> list[int]:
     """Largest first, each into the tightest gap (Pisarchyk and Lee, arXiv 2001.03288)."""
     order = sorted(
-        range(len(blocks)), key=lambda one: (-blocks[one].nbytes, blocks[one].begin, one)
+        range(len(blocks)), key=lambda index: (-blocks[index].nbytes, blocks[index].begin, index)
     )
     return _in_order(blocks, order, tight=True)
 
 
 class _Line(NamedTuple):
-    """How high memory is taken during some time."""
+    """Height of used memory during some steps."""
 
     begin: int
     end: int
@@ -222,26 +222,28 @@ class _Line(NamedTuple):
 
 
 def _best_fit(blocks: Sequence[Block]) -> list[int]:
-    """Fill the lowest place with what is needed longest (Sekiyama et al., arXiv 1804.10001)."""
+    """Place the longest-lived block at the lowest offset (Sekiyama et al., arXiv 1804.10001)."""
     offsets, left = [0] * len(blocks), set(range(len(blocks)))
     begin = min((block.begin for block in blocks), default=0)
     lines = [_Line(begin, max((block.end for block in blocks), default=0), 0)]
     while left:
-        where = min(range(len(lines)), key=lambda one: (lines[one].height, lines[one].begin))
+        where = min(range(len(lines)), key=lambda index: (lines[index].height, lines[index].begin))
         line = lines[where]
         fitting = [
-            one for one in left if line.begin <= blocks[one].begin and blocks[one].end <= line.end
+            index
+            for index in left
+            if line.begin <= blocks[index].begin and blocks[index].end <= line.end
         ]
         if not fitting:
             lines = _lifted(lines, where)
             continue
-        one = max(fitting, key=lambda o: (blocks[o].end - blocks[o].begin, blocks[o].nbytes, -o))
-        left.remove(one)
-        offsets[one] = line.height
-        begin, end = blocks[one].begin, blocks[one].end
+        index = max(fitting, key=lambda o: (blocks[o].end - blocks[o].begin, blocks[o].nbytes, -o))
+        left.remove(index)
+        offsets[index] = line.height
+        begin, end = blocks[index].begin, blocks[index].end
         parts = [
             _Line(line.begin, begin, line.height),
-            _Line(begin, end, line.height + blocks[one].nbytes),
+            _Line(begin, end, line.height + blocks[index].nbytes),
             _Line(end, line.end, line.height),
         ]
         lines[where : where + 1] = [part for part in parts if part.begin < part.end]
@@ -249,7 +251,7 @@ def _best_fit(blocks: Sequence[Block]) -> list[int]:
 
 
 def _lifted(lines: list[_Line], where: int) -> list[_Line]:
-    """Raise a line that nothing fits on to the lower of its neighbours, and join them."""
+    """Raise a line that no block fits to the lower of its neighbours, and join them."""
     neighbours = [lines[at].height for at in (where - 1, where + 1) if 0 <= at < len(lines)]
     raised = [*lines]
     raised[where] = lines[where]._replace(height=min(neighbours))
@@ -266,7 +268,7 @@ def _lifted(lines: list[_Line], where: int) -> list[_Line]:
 
 
 def _exact(blocks: Sequence[Block]) -> list[int]:
-    """Try all orders, each block as low as may be: that of the best's offsets is among them."""
+    """Try all orders, each block at its lowest offset; this includes an optimal order."""
     bound = lower_bound(blocks)
     best = _greedy_size(blocks)
     while (size := _size(blocks, best)) > bound:
@@ -278,21 +280,21 @@ def _exact(blocks: Sequence[Block]) -> list[int]:
 
 
 def _better(
-    blocks: Sequence[Block], placed: dict[int, int], size: int, last: int
+    blocks: Sequence[Block], offsets: dict[int, int], size: int, last: int
 ) -> list[int] | None:
-    """Return offsets with which all need less than a size; None if there are none."""
-    if len(placed) == len(blocks):
-        return [placed[one] for one in range(len(blocks))]
-    seen: set[Block] = set()
-    for one, block in enumerate(blocks):
-        if one in placed or block in seen:
+    """Return offsets with a smaller total than a size; None if none exist."""
+    if len(offsets) == len(blocks):
+        return [offsets[index] for index in range(len(blocks))]
+    tried: set[Block] = set()
+    for index, block in enumerate(blocks):
+        if index in offsets or block in tried:
             continue
-        seen.add(block)
-        at = _lowest(blocks, placed, one, tight=False)
+        tried.add(block)
+        at = _lowest(blocks, offsets, index, tight=False)
         if last <= at and at + block.nbytes < size:
-            found = _better(blocks, {**placed, one: at}, size, at)
-            if found is not None:
-                return found
+            result = _better(blocks, {**offsets, index: at}, size, at)
+            if result is not None:
+                return result
     return None
 
 

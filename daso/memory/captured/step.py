@@ -1,8 +1,8 @@
-"""A training step of fixed structure, recorded once and then run in memory planned in advance.
+"""A training step of fixed structure, recorded once and then run in one preplanned arena.
 
-Forward and backward pass are traced into one list of operations. One run of it tells how much
-memory each result needs, and for how long; from then on all of them lie in one arena, and nothing
-is allocated where an operation can write to memory that it is given.
+Forward and backward pass are traced into one list of operations. One run of it measures the size
+and lifetime of each result. From then on all results have places in one arena, and nothing is
+allocated if an operation can write to given memory.
 """
 
 import warnings
@@ -17,12 +17,10 @@ import torch
 from daso.errors import ConfigError
 from daso.memory.captured.arena import ArenaRun
 from daso.memory.captured.gradients import Gradients, in_backward
-from daso.memory.captured.guards import Guard, Tensors, Whole, autocast_kinds, first_hook
+from daso.memory.captured.guards import Guard, ModelWithLoss, autocast_kinds
 from daso.memory.captured.planner import lower_bound, pack
 from daso.memory.captured.recorded import UnfitError
 from daso.memory.captured.tracing import capture, without_autocast
-
-__all__ = ["CapturedReport", "CapturedStep"]
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Values = Sequence[torch.Tensor]
@@ -30,19 +28,19 @@ Values = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CapturedReport:
-    """What a captured step needs.
+    """Memory and operations of a captured step.
 
     Args:
-        way: Who planned the arena; empty if the step could not be captured.
-        arena: Bytes of the arena. Gradients that become ``.grad`` as they are lie outside it.
-        bound: Bytes that no arena can do without.
-        one_by_one: Bytes of all buffers, if each had its own memory.
-        ops: Operations of a step, views not counted.
-        direct: Of these, the ones that write to the arena themselves: allocate no result.
-        in_place: The ones that change what is there already.
-        allocating: The ones that cannot, and allocate their result: how many, by name.
-        allocated: Bytes of such results that are needed at once, at most; beside the arena.
-        fallbacks: Calls that ran as ordinary steps.
+        way: Heuristic that planned the arena; empty if the step could not be captured.
+        arena: Bytes of the arena, without gradients that become ``.grad`` directly.
+        bound: Lower bound of any arena, in bytes.
+        one_by_one: Bytes of all results without sharing of memory.
+        ops: Number of operations in a step, without views.
+        direct: Number of those that write to the arena without allocating.
+        in_place: Number of those that change an existing tensor.
+        allocating: Number of those that allocate their results, by name.
+        allocated: Peak bytes of these allocated results, in addition to the arena.
+        fallbacks: Number of calls that ran as ordinary steps.
     """
 
     way: str = ""
@@ -58,25 +56,27 @@ class CapturedReport:
 
 
 class CapturedStep:
-    """A training step of fixed structure, run in one planned piece of memory.
+    """A training step of fixed structure that runs in one preplanned arena.
 
-    Loss, gradients, buffers and random numbers are those of the ordinary step, to the bit: the two
-    are compared when the step is captured. Each gradient is given to its parameter while backward
-    goes on, and the parameter's ``register_post_accumulate_grad_hook`` hooks are called then, as by
-    autograd: `daso.DASO` and `daso.attach` average meanwhile. A call for which it was not captured
+    Loss, gradients, buffers and random numbers equal those of the ordinary step, bit for bit: the
+    two are compared when the step is captured. Backward accumulates each gradient as soon as it is
+    complete, and then calls the parameter's ``register_post_accumulate_grad_hook`` hooks, like
+    autograd: `daso.DASO` and `daso.attach` average meanwhile. A call that differs from the capture
     (other shapes, ``model.eval()``, autocast, ...) runs as an ordinary step, and so do all calls if
-    the model cannot be captured; either is warned of once. What Python computes from anything but
-    the model's own attributes is that of the capture, and so are lists and dictionaries in these.
+    the model cannot be captured; either causes one warning. Values that Python computes from
+    anything but the model's own attributes are fixed at capture, including the contents of lists
+    and dictionaries in these attributes.
 
     Args:
-        model: Called with the inputs. Capturing leaves it as it is.
-        loss_fn: Called with what the model returns and the targets; returns one number.
-        inputs: A tensor, or a tuple of tensors, of the shapes that steps will have.
-        targets: Likewise.
-        way: How memory is planned: ``"best"`` or one of `daso.memory.captured.planner.WAYS`.
+        model: Called with the inputs. Capturing does not change it.
+        loss_fn: Called with the model's output and the targets; returns one number.
+        inputs: A tensor, or a tuple of tensors, with the shapes of all steps.
+        targets: A tensor with the shape of all steps.
+        way: Heuristic that plans memory: ``"best"`` or one of
+            `daso.memory.captured.planner.WAYS`.
 
     Raises:
-        ConfigError: An argument is not of this kind, nothing is to be trained, or a module or a
+        ConfigError: An argument has a wrong type, no parameter is trained, or a module or a
             parameter has hooks that the captured step would not call.
 
     Sources: US10782897B2, claim 1; Sekiyama et al., arXiv 1804.10001.
@@ -91,25 +91,24 @@ class CapturedStep:
         *,
         way: str = "best",
     ) -> None:
-        given = _given(inputs, targets)
-        _check(model, loss_fn, given)
+        batch = _batch_of(inputs, targets)
+        _check(model, loss_fn, batch)
         pack([], way)
-        self._whole = Whole(model, loss_fn)
-        if name := first_hook(self._whole):
+        self._whole = ModelWithLoss(model, loss_fn)
+        with torch.enable_grad():
+            self._guard = Guard(self._whole, batch)
+        if name := self._guard.hook_owner(self._guard.values(batch)):
             raise ConfigError(
-                f"a captured step must have no hooks but those on accumulated gradients, since it "
+                f"a captured step must have no hooks except on accumulated gradients, since it "
                 f"calls no modules and its gradients do not pass through autograd, but {name} has "
-                f"one: remove it, or do not capture; daso's own are not there with "
+                f"one: remove it, or do not capture; daso itself sets none with "
                 f"Gradients(step='model')"
             )
-        self._tensors = Tensors(self._whole)
-        with torch.enable_grad():
-            self._guard = Guard(self._whole, self._tensors, given)
         self._casts = bool(autocast_kinds(targets.device))
-        self._fallbacks = self._told = 0
+        self._fallbacks, self._warned = 0, False
         self._run: ArenaRun | None = None
         try:
-            self._run = capture(self._whole, self._tensors, given, way)
+            self._run = capture(self._whole, self._guard.tensors, batch, way)
         except UnfitError as error:
             warnings.warn(
                 f"a step can be captured only if torch can trace it and it runs the same "
@@ -121,11 +120,11 @@ class CapturedStep:
     def __call__(
         self, inputs: torch.Tensor | tuple[torch.Tensor, ...], targets: torch.Tensor
     ) -> torch.Tensor:
-        """Run forward and backward pass; gradients are added to those of the parameters.
+        """Run forward and backward pass; gradients accumulate in the parameters' ``.grad``.
 
         Args:
             inputs: As when the step was captured.
-            targets: Likewise.
+            targets: As when the step was captured.
 
         Returns:
             The loss, detached.
@@ -133,26 +132,26 @@ class CapturedStep:
         Raises:
             ConfigError: Inputs or targets are not tensors.
         """
-        given = _given(inputs, targets)
-        values: list[Any] = [*self._tensors.read(), *given]
-        if self._run is None or (odd := self._guard.broken(values)):
+        batch = _batch_of(inputs, targets)
+        values: list[Any] = self._guard.values(batch)
+        if self._run is None or (violation := self._guard.violation(values)):
             if self._run is not None:
-                self._warn(odd)
-            return self._ordinary(given)
+                self._warn(violation)
+            return self._run_ordinary(batch)
         casts = without_autocast(targets.device) if self._casts else nullcontext()
         with torch.no_grad(), casts:
             loss = self._run.forward(values).clone()
-            gradients = Gradients(values[: self._tensors.nparams])
+            gradients = Gradients(values[: self._guard.tensors.nparams])
             backward = partial(self._run.backward, gradients)
             if gradients.hooked():
                 in_backward(backward)
             else:
                 backward()
-        self._run.forget(range(len(values) - len(given), len(values)))
+        self._run.forget(range(len(values) - len(batch), len(values)))
         return loss
 
     def report(self) -> CapturedReport:
-        """Return what the step needs, and how many calls ran without the arena."""
+        """Return memory and operations of the step, and the number of calls without the arena."""
         if self._run is None:
             return CapturedReport(fallbacks=self._fallbacks)
         plan, recording = self._run.plan, self._run.recording
@@ -169,34 +168,34 @@ class CapturedStep:
             fallbacks=self._fallbacks,
         )
 
-    def _warn(self, odd: str) -> None:
-        if not self._told:
-            self._told = 1
+    def _warn(self, violation: str) -> None:
+        if not self._warned:
+            self._warned = True
             warnings.warn(
-                f"{odd}: this call runs as an ordinary step, and so will others that differ from "
-                f"the capture. Make another CapturedStep for them",
+                f"{violation}: this call runs as an ordinary step, and so will others that differ "
+                f"from the capture. Make another CapturedStep for them",
                 stacklevel=3,
             )
 
-    def _ordinary(self, given: Values) -> torch.Tensor:
+    def _run_ordinary(self, batch: Values) -> torch.Tensor:
         self._fallbacks += 1
-        loss = self._whole.loss_fn(self._whole.model(*given[:-1]), given[-1])
+        loss = self._whole.loss_fn(self._whole.model(*batch[:-1]), batch[-1])
         loss.backward()
         return loss.detach()
 
 
-def _given(inputs: Any, targets: Any) -> tuple[torch.Tensor, ...]:
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
-    for name, one in (*(("inputs", one) for one in given), ("targets", targets)):
-        if not isinstance(one, torch.Tensor):
+def _batch_of(inputs: Any, targets: Any) -> tuple[torch.Tensor, ...]:
+    values = inputs if isinstance(inputs, tuple) else (inputs,)
+    for name, value in (*(("inputs", value) for value in values), ("targets", targets)):
+        if not isinstance(value, torch.Tensor):
             raise ConfigError(
                 f"{name} must be a tensor{' or a tuple of tensors' * (name == 'inputs')}, not "
-                f"{type(one).__name__}: convert it"
+                f"{type(value).__name__}: convert it"
             )
-    return (*given, targets)
+    return (*values, targets)
 
 
-def _check(model: Any, loss_fn: Any, given: Values) -> None:
+def _check(model: Any, loss_fn: Any, batch: Values) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}: wrap it")
     if not callable(loss_fn):
@@ -205,13 +204,13 @@ def _check(model: Any, loss_fn: Any, given: Values) -> None:
         )
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(
-            "a parameter of the model must need a gradient, but none does: unfreeze one"
+            "a parameter of the model must require a gradient, but none does: unfreeze one"
         )
-    for one in given:
-        if one.requires_grad:
+    for tensor in batch:
+        if tensor.requires_grad:
             raise ConfigError(
-                "inputs and targets must not need gradients, which a captured step returns for "
-                "parameters only, but one does: detach it"
+                "inputs and targets must not require gradients, which a captured step computes "
+                "only for parameters, but one does: detach it"
             )
     for module in model.modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):

@@ -1,31 +1,30 @@
-"""How an operation of torch's writes to memory that it is given, rather than to its own."""
+"""Calls of torch's operations that write their results to given memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-__all__ = ["EMPTY", "Call", "Make", "allocating", "direct", "flat", "in_place", "same"]
+from daso.torch_private import TO_COPY, OpOverload, schema_of
 
 aten = torch.ops.aten
 Call = Callable[[], object]
 Make = Callable[[Sequence[Any], Sequence[Any], Mapping[str, Any]], Call]  # outs, args, kwargs
 
 
-def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether two tensors hold the same values; NaN equals NaN."""
-    if one is None or other is None:
-        return one is other
-    if one.shape != other.shape or one.dtype != other.dtype:
+def equal_values(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    """Return whether two tensors have the same values; NaN equals NaN."""
+    if first is None or second is None:
+        return first is second
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
-def flat(found: Any) -> list[Any]:
-    """Return an operation's results, one or several, as a list."""
-    return list(found) if isinstance(found, (tuple, list)) else [found]
+def as_list(result: Any) -> list[Any]:
+    """Return one or several results of an operation as a list."""
+    return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
 def _copy(outs: Sequence[Any], args: Sequence[Any], _: Mapping[str, Any]) -> Call:
@@ -81,11 +80,11 @@ def _part(choose: Callable[..., torch.Tensor]) -> Make:
     return make
 
 
-# Operations without an `.out` overload that is more than a copy (torch 2.13 tags these "generated":
-# they allocate a result and copy it), and what writes the same values.
+# Replacements for operations whose `.out` overload allocates a result and copies it (torch 2.13
+# tags these "generated"), or that have none.
 WRITES: Mapping[OpOverload, Make] = {
     aten.clone.default: _copy,
-    aten._to_copy.default: _copy,
+    TO_COPY: _copy,
     aten.lift_fresh_copy.default: _copy,
     aten.relu.default: _relu,
     aten.ones_like.default: _fill(1),
@@ -116,7 +115,7 @@ EMPTY = {
 }
 
 
-# Their `.out` overloads resize what they are given to the shape of their inputs, and back (2.13).
+# Their `.out` overloads resize the output to the shape of the inputs, and back (torch 2.13).
 RESIZING = {
     aten.binary_cross_entropy.default,
     aten.huber_loss.default,
@@ -126,23 +125,25 @@ RESIZING = {
 }
 
 
-def direct(op: OpOverload) -> list[Make]:
-    """Return how an operation might write to given memory: to be tried, the best first."""
+def candidates(op: OpOverload) -> list[Make]:
+    """Return ways in which an operation might write to given memory, the best first."""
     if op in RESIZING:
         return []
     return [make for make in (WRITES.get(op), _through_out(op)) if make is not None]
 
 
 def _through_out(op: OpOverload) -> Make | None:
-    """Return how an operation writes through its `.out` overload; None if it has none."""
-    inputs = [(one.name, str(one.type)) for one in op._schema.arguments]
+    """Return a maker of calls of an operation's `.out` overload; None if it has none."""
+    inputs = [(argument.name, str(argument.type)) for argument in schema_of(op).arguments]
     packet = op.overloadpacket
     for overload in (getattr(packet, name) for name in packet.overloads()):
-        arguments = overload._schema.arguments
-        names = [one.name for one in arguments if one.is_out]
-        takes = [(one.name, str(one.type)) for one in arguments if not one.is_out]
+        arguments = schema_of(overload).arguments
+        names = [argument.name for argument in arguments if argument.is_out]
+        takes = [
+            (argument.name, str(argument.type)) for argument in arguments if not argument.is_out
+        ]
         generated = torch.Tag.generated in overload.tags
-        if len(names) == len(op._schema.returns) and takes == inputs and not generated:
+        if len(names) == len(schema_of(op).returns) and takes == inputs and not generated:
             return partial(_to_names, overload, names)
     return None
 
@@ -160,18 +161,18 @@ def _to_names(
 def in_place(
     op: OpOverload, _: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Call:
-    """Run an operation that writes to its arguments, or to nothing."""
+    """Return a call of an operation that writes to its arguments, or does not write."""
     return partial(op, *args, **kwargs)
 
 
 def allocating(
-    op: OpOverload, lands: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: OpOverload, receivers: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Call:
-    """Run an operation as it is; hand what it allocates to ``lands``, not where that is None."""
+    """Return a call of an operation that allocates, and hands its results to receivers."""
 
     def run() -> None:
-        for land, one in zip(lands, flat(op(*args, **kwargs)), strict=True):
-            if land is not None:
-                land(one)
+        for receive, result in zip(receivers, as_list(op(*args, **kwargs)), strict=True):
+            if receive is not None:
+                receive(result)
 
     return run

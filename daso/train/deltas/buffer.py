@@ -1,11 +1,11 @@
-"""One flat row of parameters as the nodes see it: the agreed reference, and what came since.
+"""A flat row of parameters that nodes exchange: the agreed reference, and deltas from it.
 
 Parameters of one accumulation type (fp32, or fp64 for fp64 parameters) make one row; with
-fragments, those of one fragment. Lane l owns part l of it on every node: what a `DeltaShard` keeps
-exists once per node, not per rank.
+fragments, those of one fragment. Lane l owns part l of it on every node, so the state of a
+`DeltaShard` exists once per node, not per rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,27 +13,26 @@ from typing import Any
 import torch
 
 from daso.comm.allreduce.direct import DeterministicAllReduce, iallreduce
-from daso.comm.allreduce.ordered import OnDevice
+from daso.comm.allreduce.ordered import DeviceContext
 from daso.comm.engine import Work
-from daso.comm.node.base import NodeTransport
+from daso.comm.node.base import NodeShare, NodeTransport
+from daso.comm.rank_info import RankInfo
 from daso.comm.reduction import Chunks, whole
 from daso.kernels.codecs import Codec, codec_named, dense_codec, exact_codec
 from daso.kernels.rows import FlatTensors
 from daso.plan.allreduce_plan import AllReducePlan
+from daso.plan.exchange import ADOPT, KEEP, Merge
 from daso.plan.layout import Layout, Piece, Span, pieces, split
-from daso.plan.merge import ADOPT, KEEP, Merge
 from daso.train.channels import Channels
 from daso.train.deltas.outer import MakeOuter
-from daso.train.deltas.shard import EVEN, DeltaShard, MergeOptions, cut_row
-from daso.train.deltas.staging import DeviceShard, shard_transport
+from daso.train.deltas.shard import EVEN, MergeOptions, cut_row
+from daso.train.deltas.staging import make_shard
 from daso.train.model.params import Named, flat_view, layout_of
-
-__all__ = ["DeltaBuffer", "Measured", "RowSharding"]
 
 
 @dataclass(frozen=True, slots=True)
 class RowSharding:
-    """How a row is sharded over the ranks of a node."""
+    """Sharding of a row over the ranks of a node."""
 
     whole: Layout  # of all shards together, the same on every rank
     parts: int = 1  # ranks that hold a shard each; 1: it is not sharded
@@ -50,7 +49,7 @@ class Measured:
     moved: float = 0.0  # squared length of this rank's part of the mean delta
 
     def __add__(self, other: "Measured") -> "Measured":
-        """Return what two rows gave together."""
+        """Return the sums of the measurements of two rows."""
         return Measured(
             self.nbytes + other.nbytes,
             self.distance + other.distance,
@@ -63,11 +62,12 @@ class Measured:
 class Means:
     """All-reduces of a row over the lane, by wire."""
 
-    plan: AllReducePlan  # one and one cut for all wires: what is rounded away lies in its parts
+    plan: AllReducePlan  # one plan and cut for all wires: rounding errors lie in its parts
     by_wire: Mapping[str, DeterministicAllReduce]
     dense: DeterministicAllReduce | None  # after which nodes agree, where the wire is sparse
     summed: Codec | None  # of the payloads that MPI adds
     chunks: Chunks
+    spans: Sequence[tuple[int, int]]  # that have a payload each
 
     @property
     def first(self) -> DeterministicAllReduce:
@@ -84,17 +84,17 @@ class Means:
 
 
 class RowViews:
-    """Parameters as the tensors of a row that they make.
+    """Views of parameters as the tensors of a row.
 
     Args:
-        named: Names and parameters, in the order in which they lie in the row.
+        named: Names and parameters, in row order.
     """
 
     def __init__(self, named: Named) -> None:
         self.params = [param for _, param in named]
         self.layout = layout_of(named)
         self._cuts: dict[Span, list[Piece]] = {}  # parts of tensors that lie in a span
-        self._known: dict[Span, tuple[list[Any], FlatTensors]] = {}  # by where these were
+        self._known: dict[Span, tuple[list[Any], FlatTensors]] = {}  # by the addresses of these
 
     def flat(self, span: Span) -> FlatTensors:
         """Return the elements of a span; made again when a parameter's memory was replaced."""
@@ -114,26 +114,46 @@ class RowViews:
         self._known.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class SharedRow:
+    """Memory of a row that the whole node reads; lane l owns the l-th span."""
+
+    spans: Sequence[Span]
+    memory: NodeShare
+
+
+def share_row(
+    named: Named, dtype: torch.dtype, node: NodeTransport, rank_info: RankInfo
+) -> SharedRow:
+    """Return shared memory for these parameters, accumulated in ``dtype``.
+
+    Collective over the node; blocking.
+    """
+    even = 1 if node.copies is None else EVEN
+    spans = split(layout_of(named).numel, rank_info.lanes, even)
+    return SharedRow(spans, node.share(spans, dtype))
+
+
 class DeltaBuffer:
     """Reference, exchange and merge of one row of parameters.
 
     Args:
-        named: Names and parameters, all accumulated in ``dtype``; this rank's parts.
-        sharding: How the ranks of a node hold them.
-        dtype: fp32 or fp64.
+        named: Names and parameters, all accumulated in one type; this rank's parts.
+        sharding: Sharding of the row over the ranks of a node.
+        shared: From `share_row`.
         node: The node whose ranks read each other's parts.
         channels: Carries exchanges over this rank's lane.
         outer: Makes an optimizer for the reference.
-        is_small: It has the small tensors of the model.
+        is_small: Whether the row has the small tensors of the model.
 
-    Collective over the node; blocking.
+    Does not communicate.
     """
 
     def __init__(
         self,
         named: Named,
         sharding: RowSharding,
-        dtype: torch.dtype,
+        shared: SharedRow,
         *,
         node: NodeTransport,
         channels: Channels,
@@ -141,27 +161,24 @@ class DeltaBuffer:
         is_small: bool = False,
     ) -> None:
         self.views, self.sharding, rank_info = RowViews(named), sharding, channels.rank_info
-        self.is_small = is_small
-        even = 1 if node.copies is None else EVEN
-        self.spans = split(self.views.layout.numel, rank_info.lanes, even)
+        self.is_small, self.numel = is_small, sharding.whole.numel  # of the whole row
+        self.spans, self.shared = shared.spans, shared.memory
         self.span = self.spans[rank_info.lane] if rank_info.lane is not None else Span(0, 0)
-        self.shared = node.share(self.spans, dtype)
-        self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
+        self.rounded: dict[int, torch.Tensor] = {}  # this lane's rounding errors of means
         share = rank_info.local_size / rank_info.world_size
-        way, copies = MergeOptions(channels.settings.eager, share, outer), node.copies
-        self.part = DeltaShard(self.shared.mine, way)
+        options, copies = MergeOptions(channels.settings.eager, share, outer), node.copies
         self._channels, self.where = channels, None
         if copies is not None:
             staged = not channels.settings.exchange.gpu_direct
-            self.where = OnDevice(self.part.shown.device, copies, staged)
-        self.transport = shard_transport(self.part, self.where, self.rounded)
+            self.where = DeviceContext(self.shared.own.device, copies, staged)
+        self.part = make_shard(self.shared.own, options, self.where, self.rounded)
         self.means = self._means()
         self.mean = self.means.first  # of the exchange that was started last
         self._rests = False  # without memory, until it is anchored
         self._warm_up()
 
     def _means(self) -> "Means":
-        """Return what takes this row's means, by the plan of now."""
+        """Return the all-reduces of this row by the current plan."""
         channels, span, dtype = self._channels, self.spans[0], self.part.dtype
         settings, codec = channels.settings, codec_named(channels.settings.wires[0], dtype)
         plan = channels.plan(codec.nbytes(span.numel))
@@ -170,7 +187,7 @@ class DeltaBuffer:
         chunks = cut_row(
             plan, codec, self.span.numel, settings.exchange.chunk_bytes, on_device=on_device
         )
-        if settings.by_mpi:  # it adds rows as they are, and takes chunks whole
+        if settings.by_mpi:  # it adds rows in full precision, in whole chunks
             chunks = tuple((Span(*whole(parts)),) for parts in chunks)
         return Means(
             plan,
@@ -178,29 +195,25 @@ class DeltaBuffer:
             ordered(dense_codec(settings.wires[0], dtype)) if settings.sparse else None,
             exact_codec(dtype) if settings.by_mpi else None,
             chunks,
+            [span for parts in chunks for span in parts],
         )
 
     def take_plan(self) -> None:
-        """Take means by the plan of now, where that is another; nothing may be under way."""
+        """Use the current plan if it changed; no exchange may be under way."""
         means = self._means()
         if means.plan != self.means.plan:
             self.means, self.mean = means, means.first
             self.rounded.clear()  # of other parts
 
     def _warm_up(self) -> None:
-        """Launch kernels of a device once in all ways that training will."""
-        if self.part.shown.is_cuda:
-            self.part.warm_up(self.means.codecs, self._spans, self._values)
+        """Launch the kernels of a device once for each use in training."""
+        if self.part.published.is_cuda:
+            self.part.warm_up(self.means.codecs, self.means.spans, self._values)
 
     @property
     def _values(self) -> FlatTensors:
         """The parameters of this lane's part."""
         return self.views.flat(self.span)
-
-    @property
-    def _spans(self) -> list[tuple[int, int]]:
-        """Spans that have a payload each."""
-        return [span for parts in self.means.chunks for span in parts]
 
     def anchor(self) -> float:
         """Take the parameters, equal on all nodes, as the reference.
@@ -217,13 +230,13 @@ class DeltaBuffer:
 
     @property
     def unmade_bytes(self) -> int:
-        """Bytes that the next exchange takes beside what there is: of what crosses."""
+        """Bytes that the next exchange allocates: those of its payload."""
         codecs = [codec for codec in self.means.codecs if not codec.exact]
         most = max((codec.nbytes(self.span.numel) for codec in codecs), default=0)
         return max(0, most - self.part.outbox.memory.numel())
 
     def rest(self) -> None:
-        """Give the memory back until parameters are a reference again; nothing may be under way.
+        """Release memory until `anchor`; no exchange may be under way.
 
         Shared memory of a node stays.
         """
@@ -238,7 +251,7 @@ class DeltaBuffer:
             row.untyped_storage().resize_(0)
 
     def _wake(self) -> None:
-        """Take back the memory that `rest` gave away."""
+        """Allocate the memory that `rest` released."""
         if not self._rests:
             return
         self._rests = False
@@ -247,64 +260,63 @@ class DeltaBuffer:
             row.zero_()
 
     def _owned(self) -> list[torch.Tensor]:
-        """Return rows that are this rank's alone: on a device all it holds."""
+        """Return the rows that belong to this rank alone: on a device, all of them."""
         return [self.part.reference, *([] if self.where is None else self.shared.parts)]
 
     def encode(self, wire: str, *, dense: bool, keeps: bool) -> None:
-        """Encode what the exchange that starts will carry."""
+        """Encode the payload of the exchange that starts."""
+        means, values = self.means, self._values
         self.shared.wait_released()
-        means = self.means
         self.mean = means.dense if dense and means.dense is not None else means.by_wire[wire]
         codec = means.summed or self.mean.codec
-        self.transport.encode(codec, self._spans, self._values, keeps=keeps)
+        self.part.encode(codec, means.spans, values, keeps=keeps)
 
     def go_ahead(self) -> None:
-        """Move the parameters to where the exchange will probably bring them.
+        """Move the parameters to the predicted result of the exchange.
 
         Collective over the node; blocking.
         """
         self.part.go_ahead(self._values)
-        self._merge_shown(ADOPT)
-        if isinstance(self.transport, DeviceShard):
-            self.transport.seal()
+        self._merge_published(ADOPT)
+        self.part.seal()
 
     def merge(self, rule: Merge, *, applies: bool = True) -> None:
-        """Take in the new reference g; in parameters only where it applies on this rank.
+        """Merge the new reference g into the parameters, if it applies on this rank.
 
-        What every rank of the node needs is written once and read by all of them from there.
+        Each lane's owner publishes its span once, and all ranks of the node read it.
 
         Collective over the node; blocking.
         """
         self.shared.wait_released()
         if rule == ADOPT:
             self.part.settle(self._values)
-        self.part.show(rule)
-        self._merge_shown(rule, applies=applies)
+        self.part.publish(rule)
+        self._merge_published(rule, applies=applies)
 
-    def _merge_shown(self, rule: Merge, *, applies: bool = True) -> None:
+    def _merge_published(self, rule: Merge, *, applies: bool = True) -> None:
+        parts = zip(self.spans, self.shared.parts, strict=True) if applies else ()
+        pairs = [(self.views.flat(span), part) for span, part in parts]
         self.shared.publish()
         self.shared.wait()
-        for span, part in zip(self.spans, self.shared.parts, strict=True):
-            if applies:
-                values = self.views.flat(span)
-                self.part.kernels.merge(values, part, rule.pull, add=rule.since_send)
+        for values, part in pairs:
+            self.part.kernels.merge(values, part, rule.pull, add=rule.since_send)
         self.shared.release()
 
     def turn_back(self) -> None:
-        """Take back that the node went ahead. Collective over the node; blocking."""
+        """Undo `go_ahead`. Collective over the node; blocking."""
         self.shared.wait_released()
         self.part.turn_back()
-        self._merge_shown(KEEP)
+        self._merge_published(KEEP)
 
     def restore(self) -> None:
         """Set the parameters back to the reference. Collective over the node; blocking."""
         self.shared.wait_released()
-        self.part.show(ADOPT)
-        self._merge_shown(ADOPT)
+        self.part.publish(ADOPT)
+        self._merge_published(ADOPT)
 
     def collect(self) -> Work[int | None]:
         """Return the first element of the whole row that is not finite, if any, as work."""
-        nonfinite = yield from self.transport.collect()
+        nonfinite = yield from self.part.collect()
         if nonfinite is None:
             return None
         return self.sharding.whole.element_of(self.views.layout, self.span.start + nonfinite)
@@ -316,17 +328,17 @@ class DeltaBuffer:
         """
         mean, chunks = self.mean, self.means.chunks
         if self.means.summed is None:
-            nbytes = yield from mean.run(self.transport, chunks)
+            nbytes = yield from mean.run(self.part, chunks)
         else:
             weight, total = mean.adder.weights[mean.comm.Get_rank()], mean.adder.total
             nbytes = yield from iallreduce(
-                *(mean.comm, self.transport, chunks, weight, total, mean.crossing, mean.where)
+                *(mean.comm, self.part, chunks, weight, total, mean.mpi_buffers, mean.where)
             )
-        copies = self.sharding.copies  # each tells of it
-        return Measured(nbytes, *(one / copies for one in (yield from self.transport.conclude())))
+        copies = self.sharding.copies  # each reports the same measurements
+        return Measured(nbytes, *(value / copies for value in (yield from self.part.conclude())))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs; nothing may be under way."""
+        """Return the state for a checkpoint; no exchange may be under way."""
         if self._rests:
             return {"rounded": {}} | self.part.outer_state()
         rounded = {start: tensor.clone() for start, tensor in self.rounded.items()}
@@ -342,5 +354,5 @@ class DeltaBuffer:
         self.shared.wait_released()
         self.part.load(state)
         self.rounded.clear()
-        loaded, there = state["rounded"].items(), self.mean.adder.device
-        self.rounded.update({start: row.to(there, copy=True) for start, row in loaded})
+        loaded, device = state["rounded"].items(), self.mean.adder.device
+        self.rounded.update({start: row.to(device, copy=True) for start, row in loaded})

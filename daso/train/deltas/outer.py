@@ -1,4 +1,4 @@
-"""An optimizer for the reference: it takes the mean delta of all nodes for a negative gradient.
+"""Outer optimizer of the reference: its gradient is the negated mean delta of all nodes.
 
 SGD with lr=1 and no momentum is plain averaging. With Nesterov momentum it is DiLoCo (Douillard et
 al. 2023, arXiv 2311.08105); with heavy-ball momentum SlowMo (Wang et al. 2020, arXiv 1910.00643)
@@ -12,23 +12,21 @@ from typing import Any
 import torch
 
 from daso.checks import format_value
-from daso.errors import ConfigError, told
-
-__all__ = ["MakeOuter", "Outer", "build_optimizer"]
+from daso.errors import ConfigError, summarize
 
 MakeOuter = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def build_optimizer(name: str, make: Callable[[Any], Any], params: Any) -> torch.optim.Optimizer:
-    """Return what a user's function makes of parameters."""
+    """Return the optimizer that a user's function makes from parameters; check it."""
     try:
         optimizer = make(params)
     except Exception as error:
         raise ConfigError(
-            f"{name} must make an optimizer from a list of parameters, but {told(error)}; pass a "
-            f"function such as lambda p: torch.optim.SGD(p, lr=0.7)"
+            f"{name} must make an optimizer from a list of parameters, but {summarize(error)}; "
+            f"pass a function such as lambda p: torch.optim.SGD(p, lr=0.7)"
         ) from error
-    if not all(hasattr(optimizer, one) for one in ("param_groups", "state", "step")):
+    if not all(hasattr(optimizer, attribute) for attribute in ("param_groups", "state", "step")):
         raise ConfigError(
             f"{name} must make an optimizer from a list of parameters, but it made "
             f"{format_value(optimizer)}; pass a function such as lambda p: torch.optim.SGD(p, 0.7)"
@@ -56,21 +54,21 @@ class Outer:
         self.optimizer.step()
 
     def trial(self, mean: torch.Tensor) -> torch.Tensor:
-        """Return where the reference would go with this mean delta (numel); nothing moves."""
+        """Return the reference after a step with this mean delta (numel); nothing changes."""
         before = self.param.detach().clone()
         state = copy.deepcopy(self.optimizer.state_dict())
         self.param.grad = mean.neg()
         self.optimizer.step()
-        there = self.param.detach().clone()
+        moved = self.param.detach().clone()
         with torch.no_grad():
             self.param.copy_(before)
         self.optimizer.load_state_dict(state)
-        return there
+        return moved
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return what the optimizer keeps, and the gradient."""
-        kept = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [self.grad, *(value for value in kept if torch.is_tensor(value))]
+        """Return the gradient and the tensors of the optimizer's state."""
+        values = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [self.grad, *(value for value in values if torch.is_tensor(value))]
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the optimizer's state_dict."""

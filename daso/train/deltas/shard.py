@@ -1,38 +1,28 @@
-"""Reference of one lane's part of a row of parameters, and the arithmetic of an exchange on it.
+"""Reference of one lane's part of a row of parameters, and the arithmetic of its exchange.
 
-Nothing here knows of MPI or of other ranks: the same code runs between nodes, driven by
+This module is independent of MPI and other ranks: the same code runs between nodes, driven by
 `daso.train.deltas.buffer`, and for many simulated nodes in one process, by `daso.train.simulated`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
 import torch
 
 from daso.comm.engine import Work
-from daso.comm.reduction import Chunks, SendBuffer
+from daso.comm.reduction import Chunks, ReduceBuffer, SendBuffer
 from daso.kernels.choice import kernels_for
 from daso.kernels.codecs import Codec
 from daso.kernels.rows import NOWHERE, EncodeRows, FlatTensors, Mean, ShardRows
 from daso.plan.allreduce_plan import AllReducePlan
-from daso.plan.merge import Merge
-from daso.train.deltas.ahead import Ahead
+from daso.plan.exchange import Merge
 from daso.train.deltas.outer import MakeOuter, Outer
 
-__all__ = [
-    "EVEN",
-    "LEAST",
-    "DeltaShard",
-    "MergeOptions",
-    "cut_row",
-    "message_numel",
-]
-
-EVEN = 1024  # numbers: a tile of the kernels of a device, which moves 16 bytes at once there
-LEAST = 1 << 22  # numbers of a message from a device, where each is encoded by launches of its own
-KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
+EVEN = 1024  # numbers: a tile of a device's kernels, which move 16 bytes at once
+LEAST = 1 << 22  # numbers of a message from a device: each is encoded by separate launches
+KIBI = 1024  # numbers that measure a codec's rate: headers of blocks do not count then
 MOST = 1 << 18  # numbers of a message: one that takes long to encode keeps the link waiting
 Spans = Sequence[tuple[int, int]]
 
@@ -46,71 +36,134 @@ class MergeOptions:
     outer: MakeOuter | None = None
 
 
-class DeltaShard:
-    """Reference of one part of a row, and its exchange; a `daso.comm.reduction.ReduceBuffer`.
+@dataclass(slots=True)
+class Prediction:
+    """Predicted result of an exchange, to which a node moves when it sends.
 
-    With x the parameters, an exchange carries what it can of x - reference + residual. What the
-    wire rounds away is not lost, so that a 16-bit wire never freezes a weight (error feedback):
-    where the merge keeps local work, x <- x + (mean - carried), it stays in x, and elsewhere it
-    goes into the residual.
-
-    Args:
-        shown: Memory that the whole node reads (numel), fp32 or fp64.
-        way: How exchanges are taken in.
+    Eager updates, arXiv 2502.12996. Rows are allocated when they are needed.
     """
 
-    def __init__(self, shown: torch.Tensor, way: MergeOptions) -> None:
-        self.shown, self.way = shown, way
-        self.kernels = kernels_for(shown.device)
-        self.reference = torch.zeros_like(shown)  # what the nodes agreed on last
-        self.outer = None if way.outer is None else Outer(way.outer, self.reference)
-        self.outbox = SendBuffer(shown.device)
-        self.keeps = False  # the merge of what is on its way keeps local work
-        self.lossy = False  # the wire rounded something of it away
-        # Rows that are made when they are needed. Of what the wire rounded away: from earlier
-        # exchanges, and of the one on its way, which may be dropped.
+    snapshot: torch.Tensor | None = None  # parameters when they were sent
+    place: torch.Tensor | None = None  # the prediction
+    others: torch.Tensor | None = None  # the other nodes' share of the last mean delta
+
+    def predict(
+        self,
+        reference: torch.Tensor,
+        share: float,
+        gather: Callable[[torch.Tensor], object],
+        trial: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Return the predicted reference.
+
+        The estimated mean delta is this node's delta with its weight, plus the others' of the last
+        exchange; in the first exchange it is this node's delta alone.
+
+        Args:
+            reference: Reference that all nodes agreed on last (numel).
+            share: This node's weight in the mean of all nodes.
+            gather: Writes the parameters into a row.
+            trial: Returns the outer optimizer's reference for a mean delta; None: it is added.
+        """
+        if self.snapshot is None:
+            self.snapshot = torch.empty_like(reference)
+        gather(self.snapshot)
+        mean = self.snapshot - reference
+        if self.others is not None:
+            mean.mul_(share).add_(self.others)
+        self.place = mean + reference if trial is None else trial(mean)
+        return self.place
+
+    def undo(self, difference: torch.Tensor) -> None:
+        """Write the difference that undoes the prediction, and forget it."""
+        assert self.snapshot is not None and self.place is not None, "the node went ahead"
+        torch.sub(self.snapshot, self.place, out=difference)
+        self.forget()
+
+    def others_like(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the row of the other nodes' delta, to be written."""
+        if self.others is None:
+            self.others = torch.zeros_like(row)
+        return self.others
+
+    def forget(self) -> None:
+        """Forget the prediction, and the other nodes' delta."""
+        self.place = self.others = None
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """Return the rows that exist, by their names in a checkpoint."""
+        rows = ((f"ahead_{field.name}", getattr(self, field.name)) for field in fields(self))
+        return {name: row for name, row in rows if row is not None}
+
+    @classmethod
+    def load(cls, state: Mapping[str, torch.Tensor], device: torch.device) -> "Prediction":
+        """Return the prediction whose `rows` are in a state."""
+        rows = {field.name: state.get(f"ahead_{field.name}") for field in fields(cls)}
+        return cls(
+            **{k: None if row is None else row.to(device, copy=True) for k, row in rows.items()}
+        )
+
+
+class DeltaShard(ReduceBuffer):
+    """Reference of one part of a row, and its exchange; a `daso.comm.reduction.ReduceBuffer`.
+
+    With x the parameters, an exchange carries x - reference + residual, rounded to the wire. The
+    rounding error is not lost, so that a 16-bit wire never freezes a weight (error feedback): if
+    the merge keeps local work, x <- x + (mean - carried), the error stays in x; otherwise it goes
+    into the residual.
+
+    Args:
+        published: Memory that the whole node reads (numel), fp32 or fp64.
+        options: Options of the merge.
+    """
+
+    def __init__(self, published: torch.Tensor, options: MergeOptions) -> None:
+        self.published, self.options, self.dtype = published, options, published.dtype
+        self.kernels = kernels_for(published.device)
+        self.reference = torch.zeros_like(published)  # agreed on by all nodes
+        self.outer = None if options.outer is None else Outer(options.outer, self.reference)
+        self.outbox = SendBuffer(published.device)
+        self.keeps_local = False  # the merge of the exchange in flight keeps local work
+        self.is_lossy = False  # its wire rounds
+        # Rounding errors, allocated when they are needed: of earlier exchanges, and of the one in
+        # flight, which may be dropped.
         self.residual: torch.Tensor | None = None
-        self.pending: torch.Tensor | None = None
-        self._ahead = Ahead()  # unused where nodes do not go ahead
+        self.rounding_error: torch.Tensor | None = None
+        self._prediction = Prediction()  # unused where nodes do not go ahead
         # Of the last exchange: place of the first number that was not finite when it was sent;
         # squared distance from the mean of nodes, norm of the reference, and of the mean delta.
-        self._first = torch.full((1,), NOWHERE, dtype=torch.int64, device=shown.device)
-        self._sums = torch.zeros(3, dtype=torch.float64, device=shown.device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its numbers."""
-        return self.shown.dtype
+        self._first = torch.full((1,), NOWHERE, dtype=torch.int64, device=published.device)
+        self._sums = torch.zeros(3, dtype=torch.float64, device=published.device)
 
     def warm_up(self, codecs: Sequence[Codec], spans: Spans, values: FlatTensors) -> None:
         """Encode and accept once for each codec: both are compiled before the first exchange."""
         try:
             for codec, keeps, lost_before in product(codecs, (False, True), (False, True)):
-                self.residual = torch.zeros_like(self.shown) if lost_before else None
-                self.encode(codec, spans, values, keeps=keeps)
+                self.residual = torch.zeros_like(self.published) if lost_before else None
+                DeltaShard.encode(self, codec, spans, values, keeps=keeps)  # nothing is sent
                 for (start, stop), payload in self.outbox.items():
                     self.deliver(start, stop, Mean(codec, [payload]), payload)
         finally:
-            self.residual = self.pending = None
-            self.keeps = self.lossy = False
-            self._ahead.forget()
-            self.shown.zero_()
+            self.residual = self.rounding_error = None
+            self.keeps_local = self.is_lossy = False
+            self._prediction.forget()
+            self.published.zero_()
             self.reference.zero_()
             if self.outer is not None:
                 self.outer.grad.zero_()
 
     def anchor(self) -> None:
-        """Forget what belonged to an earlier reference; the caller has written the new one.
+        """Forget the state of an earlier reference; the caller has written the new one.
 
-        The outer optimizer goes on with the momentum it has.
+        The outer optimizer keeps its momentum.
         """
         self.residual = None
-        self._ahead.forget()
+        self._prediction.forget()
 
     # --- one exchange ------------------------------------------------------------------------
 
     def encode(self, codec: Codec, spans: Spans, values: FlatTensors, *, keeps: bool) -> None:
-        """Encode what an exchange will carry; nothing else changes until it is delivered."""
+        """Encode the payload of an exchange; no other state changes until it is delivered."""
         self._open(codec, spans, keeps=keeps)
         self.kernels.encode(
             codec,
@@ -120,25 +173,32 @@ class DeltaShard:
             EncodeRows(
                 reference=self.reference,
                 residual=self.residual,
-                rounding=self.pending,
+                rounding=self.rounding_error,
                 first=self._first,
-                # Most of the distance between nodes; with other wires next to nothing.
+                # Most of the distance between nodes; negligible with other wires.
                 distance=self._sums[0] if codec.sparse else None,
             ),
         )
 
     def _open(self, codec: Codec, spans: Spans, *, keeps: bool) -> None:
-        """Make memory for what an exchange carries."""
+        """Allocate memory for the payload of an exchange."""
         self._first.fill_(NOWHERE)
         self._sums.zero_()
-        self.keeps, self.pending = keeps and not self.way.eager, None
-        self.lossy = not codec.exact
-        if self.lossy and not self.keeps:
-            # Nobody reads what is shown before the next merge, but where the node goes ahead.
-            self.pending = torch.empty_like(self.shown) if self.way.eager else self.shown
-        # An exact payload is written into `shown`, where the merge goes: each tile is read first.
-        memory = self.shown.view(torch.uint8) if codec.exact and not self.way.eager else None
+        self.keeps_local, self.rounding_error = keeps and not self.options.eager, None
+        self.is_lossy = not codec.exact
+        if self.is_lossy and not self.keeps_local:
+            # No rank reads the published row before the next merge, unless the node goes ahead.
+            self.rounding_error = (
+                torch.empty_like(self.published) if self.options.eager else self.published
+            )
+        # An exact payload is written into `published`, like the merge: each tile is read first.
+        memory = (
+            self.published.view(torch.uint8) if codec.exact and not self.options.eager else None
+        )
         self.outbox.open(codec, spans, memory)
+
+    def seal(self) -> None:
+        """Do nothing: on the host all computations until now are over."""
 
     @property
     def checks(self) -> torch.Tensor:
@@ -155,7 +215,7 @@ class DeltaShard:
         return self.first_nonfinite(self._first.tolist())
 
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return what was encoded of spans."""
+        """Return the encoded payloads of spans."""
         return self.outbox.payloads(spans)
 
     def deliver(self, start: int, stop: int, mean: Mean, sent: torch.Tensor) -> None:
@@ -163,11 +223,11 @@ class DeltaShard:
         rows = ShardRows(
             reference=self.reference,
             negated=None if self.outer is None else self.outer.grad,
-            shown=self.shown if self.keeps else None,
-            residual=self.residual if self.pending is None else self._residual(),
-            rounding=self.pending,
-            others=self._ahead.others_like(self.reference) if self.way.eager else None,
-            share=self.way.share,
+            shown=self.published if self.keeps_local else None,
+            residual=self.residual if self.rounding_error is None else self._residual(),
+            rounding=self.rounding_error,
+            others=self._prediction.others_like(self.reference) if self.options.eager else None,
+            share=self.options.share,
         )
         self.kernels.accept(mean, sent, start, stop, rows, self._sums)
 
@@ -183,9 +243,9 @@ class DeltaShard:
 
     def finish(self) -> torch.Tensor:
         """Let the outer optimizer move the reference; return what `measured` reads (3,)."""
-        self.pending = None
-        if self.keeps or not self.lossy:
-            self.residual = None  # it is in what is shown, or was sent
+        self.rounding_error = None
+        if self.keeps_local or not self.is_lossy:
+            self.residual = None  # it is in the published row, or was sent
         if self.outer is not None:
             self.outer.step()
             self._sums[1] = self.reference.dot(self.reference)
@@ -199,59 +259,61 @@ class DeltaShard:
     # --- merging -----------------------------------------------------------------------------
 
     def go_ahead(self, values: FlatTensors) -> None:
-        """Show where the node would stand if the others did what they did in the last exchange."""
+        """Publish the predicted result, with the other nodes' delta of the last exchange."""
         trial = None if self.outer is None else self.outer.trial
-        place = self._ahead.go(
-            *(self.reference, self.way.share),
+        place = self._prediction.predict(
+            *(self.reference, self.options.share),
             lambda row: self.kernels.gather(values, 0, row.numel(), row),
             trial,
         )
-        self.shown.copy_(place)
+        self.published.copy_(place)
 
     def turn_back(self) -> None:
-        """Show what takes the node back from where it went ahead to where it was."""
-        self._ahead.go_back(self.shown)
+        """Publish the difference that undoes `go_ahead`."""
+        self._prediction.undo(self.published)
 
     def settle(self, values: FlatTensors) -> None:
-        """Move what the wire rounded away from the parameters into the residual.
+        """Move the wire's rounding error from the parameters into the residual.
 
-        For a merge that was to keep local work, and comes before any was done.
+        For a merge that was chosen to keep local work, and comes before any is done.
         """
-        if not (self.keeps and self.lossy):
+        if not (self.keeps_local and self.is_lossy):
             return
         residual = self._residual()
         self.kernels.gather(values, 0, residual.numel(), residual)
-        lacking = self.shown if self.outer is None else self.shown + self.reference
+        lacking = self.published if self.outer is None else self.published + self.reference
         residual.sub_(self.reference).add_(lacking)
 
-    def show(self, rule: Merge) -> None:
-        """Write what every rank of the node needs for a merge, g or g - s, unless it lies there."""
+    def publish(self, rule: Merge) -> None:
+        """Publish the row that a merge reads, g or g - s, unless it is published already."""
         if not rule.since_send:
-            self.shown.copy_(self.reference)
-        elif self._ahead.place is not None:
-            torch.sub(self.reference, self._ahead.place, out=self.shown)
+            self.published.copy_(self.reference)
+        elif self._prediction.place is not None:
+            torch.sub(self.reference, self._prediction.place, out=self.published)
         elif self.outer is not None:
-            self.shown.add_(self.reference)
-        self._ahead.place = None
+            self.published.add_(self.reference)
+        self._prediction.place = None
 
     def rows(self) -> list[torch.Tensor]:
-        """Return everything that lives on from exchange to exchange."""
+        """Return all tensors that live from exchange to exchange."""
         outer = [] if self.outer is None else self.outer.tensors()
         return [*self._rows().values(), *outer]
 
     def _rows(self) -> dict[str, torch.Tensor]:
-        rows = {"reference": self.reference, "shown": self.shown, "residual": self.residual}
-        return {name: row for name, row in rows.items() if row is not None} | self._ahead.rows()
+        rows = {"reference": self.reference, "shown": self.published, "residual": self.residual}
+        return {
+            name: row for name, row in rows.items() if row is not None
+        } | self._prediction.rows()
 
     # --- checkpoint --------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return tensors and plain values; what is None is left out."""
+        """Return the state as tensors and plain values, without rows that are None."""
         state: dict[str, Any] = {name: row.clone() for name, row in self._rows().items()}
-        return state | {"keeps": self.keeps, "lossy": self.lossy} | self.outer_state()
+        return state | {"keeps": self.keeps_local, "lossy": self.is_lossy} | self.outer_state()
 
     def outer_state(self) -> dict[str, Any]:
-        """Return that of the outer optimizer alone, which outlives references."""
+        """Return the state of the outer optimizer alone, which outlives references."""
         return {} if self.outer is None else {"outer": self.outer.state()}
 
     def load_outer(self, state: dict[str, Any]) -> None:
@@ -262,22 +324,22 @@ class DeltaShard:
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
         self.reference.copy_(state["reference"])
-        self.shown.copy_(state["shown"])
+        self.published.copy_(state["shown"])
         residual = state.get("residual")
-        self.residual = None if residual is None else residual.to(self.shown.device, copy=True)
-        self._ahead = Ahead.load(state, self.shown.device)
-        self.keeps, self.lossy = state["keeps"], state["lossy"]
+        self.residual = None if residual is None else residual.to(self.published.device, copy=True)
+        self._prediction = Prediction.load(state, self.published.device)
+        self.keeps_local, self.is_lossy = state["keeps"], state["lossy"]
         self.load_outer(state)
 
 
 def cut_row(
     plan: AllReducePlan, codec: Codec, numel: int, chunk_bytes: int, *, on_device: bool
 ) -> Chunks:
-    """Cut a row into what crosses by itself; as on devices, where each message costs launches."""
+    """Cut a row into messages; larger ones on devices, since each costs launches."""
     least, even = (LEAST, EVEN) if on_device else (1, 1)
     return plan.chunks(numel, message_numel(codec, chunk_bytes, least), even)
 
 
 def message_numel(codec: Codec, chunk_bytes: int, least: int = 1) -> int:
-    """Return how many numbers of a row make a message of about so many bytes on the wire."""
+    """Return the numbers of a row in a message of about ``chunk_bytes`` on the wire."""
     return max(least, min(MOST, chunk_bytes * KIBI // codec.nbytes(KIBI)))

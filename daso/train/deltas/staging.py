@@ -1,133 +1,124 @@
-"""Stage a shard's payload where MPI can read it: in place, or in pinned host memory.
-
-All are a `daso.comm.reduction.ReduceBuffer` between `collect` and `conclude`.
-"""
+"""Shards on a device: MPI reads their payloads there, or in pinned host memory."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 
-from daso.comm.allreduce.ordered import OnDevice
-from daso.comm.device.staging import Arrived, DeviceStaging
+from daso.comm.allreduce.ordered import DeviceContext
+from daso.comm.device.staging import Arrived
 from daso.comm.engine import Work
-from daso.comm.reduction import ReduceBuffer, SendBuffer, Spans
+from daso.comm.reduction import SendBuffer, Spans
 from daso.kernels.codecs import Codec
-from daso.kernels.rows import FlatTensors, Mean
-from daso.train.deltas.shard import DeltaShard
-
-__all__ = ["DeviceShard", "PinnedShard", "ShardTransport", "shard_transport"]
+from daso.kernels.rows import FlatTensors
+from daso.train.deltas.shard import DeltaShard, MergeOptions
 
 
-class ShardTransport(ReduceBuffer, Protocol):
-    """A part on its way between nodes."""
-
-    def encode(self, codec: Codec, spans: Spans, values: FlatTensors, *, keeps: bool) -> None:
-        """Encode what an exchange will carry; see `DeltaShard.encode`. Does not block."""
-        ...
-
-    def collect(self) -> Work[int | None]:
-        """Return the first element that is not finite, if any, once what crosses is there."""
-        ...
-
-    def conclude(self) -> Work[tuple[float, float, float]]:
-        """Move the part by what was delivered; return what `DeltaShard.measured` says of it."""
-        ...
-
-
-def shard_transport(
-    part: DeltaShard, where: OnDevice | None, kept: Mapping[int, torch.Tensor]
-) -> ShardTransport:
-    """Return the way of a part between nodes."""
-    if where is None:
-        return part
-    return (PinnedShard if where.staged else DeviceShard)(part, where.copies, kept)
-
-
-class DeviceShard:
-    """A part on a device, which MPI reads there and which is moved beside the training stream.
-
-    Only what is read of an exchange comes to the host. Means are delivered by launches that run
-    `DeviceStaging.beside` training; the exchange sees to it that nothing crosses before it is made.
+def make_shard(
+    published: torch.Tensor,
+    options: MergeOptions,
+    where: DeviceContext | None,
+    rounded: Mapping[int, torch.Tensor],
+) -> DeltaShard:
+    """Return a shard whose payload MPI can read in place.
 
     Args:
-        part: On the device.
-        copies: Between it and the host.
-        kept: What else exchanges keep there.
+        published: Memory that the whole node reads (numel), fp32 or fp64.
+        options: Options of the merge.
+        where: The device; None: the host.
+        rounded: Rounding errors of means, on the device.
+    """
+    if where is None:
+        return DeltaShard(published, options)
+    return (PinnedShard if where.staged else DeviceShard)(published, options, where, rounded)
+
+
+class DeviceShard(DeltaShard):
+    """A shard in device memory, which MPI reads directly, on a stream of its exchanges.
+
+    Only numbers that the host reads are copied to the host. Means are delivered by launches on a
+    side stream; the exchange makes sure that no payload is sent before it is made.
+
+    Args:
+        published: Memory that the whole node reads (numel), fp32 or fp64.
+        options: Options of the merge.
+        where: The device.
+        rounded: Rounding errors of means, on the device.
     """
 
     def __init__(
-        self, part: DeltaShard, copies: DeviceStaging, kept: Mapping[int, torch.Tensor]
+        self,
+        published: torch.Tensor,
+        options: MergeOptions,
+        where: DeviceContext,
+        rounded: Mapping[int, torch.Tensor],
     ) -> None:
-        self.part, self.dtype, self._copies, self._kept = part, part.dtype, copies, kept
-        self._checks = copies.memory(0)
-        self._training: object = None  # what the training thread launches on
-        self._before: list[Arrived] = []  # what must be over before anything crosses
+        super().__init__(published, options)
+        self._copies, self._rounded = where.copies, rounded
+        self._checks = self._copies.host_memory(0)
+        self._training: object = None  # stream on which the training thread launches
+        self._before: list[Arrived] = []  # launches that must be over before a payload is sent
 
     def encode(self, codec: Codec, spans: Spans, values: FlatTensors, *, keeps: bool) -> None:
-        """Encode what an exchange will carry; start a copy of what tells whether it is finite."""
-        self._training = self._copies.here()
-        self.part.encode(codec, spans, values, keeps=keeps)
-        self._checks, arrived = self._out(self.part.checks)
+        """Encode the payload of an exchange; start a copy of the check whether it is finite."""
+        self._training = self._copies.current_stream()
+        super().encode(codec, spans, values, keeps=keeps)
+        self._checks, arrived = self._out(self.checks)
         self._before = [arrived]
 
     def _out(self, row: torch.Tensor) -> tuple[torch.Tensor, Arrived]:
-        """Start a copy to new memory on the host; return that, and what tells when it is there."""
-        there = self._copies.memory(row.nbytes).view(row.dtype)
-        return there, self._copies.out(row, there)
+        """Start a copy to new host memory; return the memory, and a check of its arrival."""
+        memory = self._copies.host_memory(row.nbytes).view(row.dtype)
+        return memory, self._copies.to_host(row, memory)
 
     def seal(self) -> None:
-        """Let nothing cross before what was launched since is over."""
-        self._before.append(self._copies.mark())
+        """Let no payload be sent before the launches until now are over."""
+        self._before.append(self._copies.completion())
 
     def collect(self) -> Work[int | None]:
-        """Return the first element that is not finite, if any, once what crosses is made."""
-        self._copies.attach()  # the engine's thread, which calls MPI
+        """Return the first element that is not finite, if any, once the payload is made."""
+        self._copies.bind_thread()  # the engine's thread, which calls MPI
         yield from self._before
-        return self.part.first_nonfinite(self._checks.tolist())
-
-    def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return what was encoded of spans."""
-        return self.part.payloads(spans)
-
-    def deliver(self, start: int, stop: int, mean: Mean, sent: torch.Tensor) -> None:
-        """Move the part by the mean delta of elements ``start`` to ``stop``."""
-        self.part.deliver(start, stop, mean, sent)
+        return self.first_nonfinite(self._checks.tolist())
 
     def conclude(self) -> Work[tuple[float, float, float]]:
         """End the exchange."""
-        part, copies = self.part, self._copies
-        with copies.beside():
-            measured = part.finish()
-            copies.lend([*part.rows(), *self._kept.values()], self._training)  # some were made here
-            found, arrived = self._out(measured)
+        copies = self._copies
+        with copies.side_stream():
+            measured = self.finish()
+            # Some of them were made on this stream.
+            copies.record_stream([*self.rows(), *self._rounded.values()], self._training)
+            sums, arrived = self._out(measured)
         yield arrived
-        return part.measured(found.tolist())
+        return self.measured(sums.tolist())
 
 
 class PinnedShard(DeviceShard):
-    """A part on a device, of which what crosses is copied to pinned memory of the host.
+    """A shard in device memory whose payloads are copied to pinned host memory.
 
-    Nothing waits for the device but the engine's thread, and that by asking: payloads and checks
-    are copied out when the training thread has launched what encodes them.
+    Only the engine's thread waits for the device, by polling: the training thread launches the
+    encoding and then the copies of payloads and checks.
     """
 
     def __init__(
-        self, part: DeltaShard, copies: DeviceStaging, kept: Mapping[int, torch.Tensor]
+        self,
+        published: torch.Tensor,
+        options: MergeOptions,
+        where: DeviceContext,
+        rounded: Mapping[int, torch.Tensor],
     ) -> None:
-        super().__init__(part, copies, kept)
-        self._outbox = SendBuffer()  # on the host
-        self._payloads = copies.memory(0)
+        super().__init__(published, options, where, rounded)
+        self._leaving = SendBuffer()  # on the host
+        self._pinned = self._copies.host_memory(0)
 
     def encode(self, codec: Codec, spans: Spans, values: FlatTensors, *, keeps: bool) -> None:
-        """Encode what an exchange will carry, and start copies of it to the host."""
+        """Encode the payload of an exchange, and start copies of it to the host."""
         super().encode(codec, spans, values, keeps=keeps)
-        sent = self.part.outbox.memory
-        if self._payloads.numel() < sent.numel():
-            self._payloads = self._copies.memory(sent.numel())
-        self._outbox.open(codec, spans, self._payloads)
-        self._before.append(self._copies.out(sent, self._outbox.memory))
+        sent = self.outbox.memory
+        if self._pinned.numel() < sent.numel():
+            self._pinned = self._copies.host_memory(sent.numel())
+        self._leaving.open(codec, spans, self._pinned)
+        self._before.append(self._copies.to_host(sent, self._leaving.memory))
 
     def outgoing(self, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return what was encoded of spans, on the host."""
-        return self._outbox.payloads(spans)
+        """Return the payloads of spans, on the host."""
+        return self._leaving.payloads(spans)

@@ -1,4 +1,4 @@
-"""Searches the size of gradient buckets while training goes on."""
+"""Searches the size of gradient buckets during training."""
 
 import statistics
 import time
@@ -6,47 +6,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from daso.plan.bucket_search import BucketSizeSearch
-from daso.plan.options import Settings
 from daso.train.coordinator import Coordinator
 
 if TYPE_CHECKING:
     from daso.comm.engine import WorkHandle
 
-__all__ = ["BucketTuner", "first_size"]
-
-LEAST_BYTES = 1 << 16
-MARGIN = 2  # batches that the slowest rank's word may take beside exchanges
-
-
-def bucket_search(nbytes: int) -> BucketSizeSearch:
-    """Return how to search for a model whose gradients take so many bytes."""
-    least = max(1, min(LEAST_BYTES, nbytes))
-    return BucketSizeSearch(least, max(least, nbytes))
-
-
-def first_size(
-    settings: Settings, nbytes: int, *, on_gpu: bool, portion_bytes: int | None = None
-) -> tuple[int, BucketSizeSearch | None]:
-    """Return the size of buckets to begin with, and the search for a better one, if any."""
-    if portion_bytes is not None:
-        return portion_bytes, None
-    size = settings.gradients.first_bucket_bytes(on_gpu=on_gpu)
-    if size is not None:
-        return size, None
-    search = bucket_search(nbytes)
-    return search.least_bytes, search
+MARGIN = 2  # batches that the gather of medians may take, besides the wait of exchanges
 
 
 class BucketTuner:
-    """Tries sizes of buckets, each for some batches, by what the slowest rank's batches take.
+    """Tries bucket sizes, each for some batches, and compares the slowest rank's batch times.
 
-    Every rank decides from the same numbers and changes size after the same batch.
+    All ranks decide from the same numbers and change the size after the same batch.
 
     Args:
-        search: How to search.
-        coordinator: Where ranks tell each other their times.
-        cut: Takes a size, in bytes.
-        groups: Returns what is in which bucket with a size, the same on every rank.
+        search: Search strategy.
+        coordinator: Gathers the times of all ranks.
+        cut: Cuts gradients into buckets of a size in bytes.
+        groups: Returns the parameters of each bucket of a size; the same on every rank.
     """
 
     def __init__(
@@ -60,20 +37,20 @@ class BucketTuner:
         self.now = search.start()
         self._seconds: list[float] = []  # of each batch with this size
         self._stepped_at: float | None = None  # None: the next batch is the first with this size
-        self._handle: WorkHandle[list[float]] | None = None  # everyone's median, on its way
+        self._handle: WorkHandle[list[float]] | None = None  # medians of all ranks, in flight
         self._left = 0  # batches until all ranks read it
 
     def after_step(self, batch: int, wait: int) -> None:
-        """Count a batch; start asking, or change size, when that is due.
+        """Count a batch; gather the times of ranks, or change the size, when due.
 
-        Collective over the world in the sense that all ranks ask and change after the same batches;
-        blocks only for a rank that is more than ``wait`` batches behind.
+        Collective over the world in the sense that all ranks gather and change after the same
+        batches; blocks only for a rank that is more than ``wait`` batches behind.
         """
         if self._handle is not None:
             self._left -= 1
             if self._left <= 0:
-                everyones = self._coordinator.wait(self._handle)
-                self._learn(batch, max(everyones))
+                medians = self._coordinator.wait(self._handle)
+                self._learn(batch, max(medians))
             return
         now = time.perf_counter()
         if self._stepped_at is not None:
@@ -88,7 +65,7 @@ class BucketTuner:
         before, self.now = self.now, self.search.after(self.now, seconds)
         groups = self._groups(before.nbytes)
         while not self.now.holding and self._groups(self.now.nbytes) == groups:
-            self.now = self.search.after(self.now, seconds)  # buckets are the same ones
+            self.now = self.search.after(self.now, seconds)  # with the same buckets
         self._handle, self._stepped_at = None, None
         self._seconds.clear()
         if self.now.nbytes != before.nbytes:

@@ -1,9 +1,9 @@
 """Gradients of a model in flat rows, and the buckets into which these are cut.
 
 Gradients of a type lie in one row, in an order that is the same on every rank. Behind each is one
-number, its flag: 1 where this rank had a gradient. Its mean tells whether any rank had one; where
+number, its flag: 1 where this rank had a gradient. Its mean shows whether any rank had one; where
 none had, ``.grad`` stays None, and the optimizer leaves the parameter alone as it would without
-daso. A bucket is a part of a row, so rows can be cut anew between two rounds: nothing moves, and no
+daso. A bucket is a part of a row, so rows can be cut again between two rounds: nothing moves, no
 bit of a sum in rank order changes. A portion (`daso.plan.portions`) is a bucket too; a large tensor
 lies in several.
 
@@ -12,59 +12,35 @@ a gradient (a flat buffer, a list of gradients, a graph of them), ``.grad`` stay
 copied into it, as DDP does.
 """
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from daso.comm.node.base import NodeBucket, NodeRow, NodeTransport
+from daso.comm.node.base import NodeTransport
 from daso.errors import LayoutError
-from daso.plan.layout import LEAST_BUCKET_BYTES, Span, fit_buckets, flagged, last_layer
-from daso.plan.portions import Portion, cut_portions
-from daso.train.gradients.memory import gradient_dtype, is_held, is_kept, second_storage
+from daso.plan.layout import MIN_BUCKET_BYTES, fit_buckets, flagged, last_layer
+from daso.torch_private import foreach_copy, storage_key, storage_uses, version_of
+from daso.train.gradients.cuts import (
+    Bucket,
+    Cuts,
+    Row,
+    cut_row,
+    elements,
+    gradient_dtype,
+    second_storage,
+)
 from daso.train.model.params import Named, view_like
-
-__all__ = ["Bucket", "Cuts", "Finish", "FlatGradients"]
-
-Finish = Callable[[], None]
-Cuts = Literal["none", "last", "all"]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Gradients of one type."""
-
-    params: tuple[int, ...]  # indices of the parameters
-    nbytes: tuple[int, ...]  # of each
-    spans: tuple[Span, ...]  # of each; its flag lies at stop
-    memory: NodeRow
-    seen: torch.Tensor  # the same memory in another storage: ``.grad`` lies in it
 
 
 @dataclass(slots=True)
-class Kept:
+class ProgramGrad:
     """A gradient that stays in the memory of the program."""
 
     grad: Callable[[], torch.Tensor | None]  # a weak reference
-    left: int  # buckets of it whose mean is not there yet
-
-
-@dataclass(slots=True)
-class Bucket:
-    """One bucket: its memory, and how far it is in this round."""
-
-    portion: Portion
-    place: int  # in the order in which buckets fill
-    params: tuple[int, ...]  # indices of the parameters that lie in it, wholly or in part
-    memory: NodeBucket
-    ending: tuple[int, ...]  # indices of those whose flag lies in it
-    places: tuple[int, ...]  # where these are in the memory
-    flags: torch.Tensor  # the same (ending parameters,), where the memory is
-    under_way: bool = False  # started, and not collected
-    missing: set[int] = field(default_factory=set)  # parameters without a gradient yet
-    finish: Finish | None = None
+    pending_buckets: int  # buckets of it whose mean did not arrive yet
 
 
 class FlatGradients:
@@ -73,33 +49,41 @@ class FlatGradients:
     Args:
         named: Names and parameters.
         node: The node in which gradients are averaged.
+        bucket_bytes: Bytes from which a bucket counts as full; see `cut`.
         cuts: Which tensors may lie in several buckets: all (portions), or the last layer's.
     """
 
-    def __init__(self, named: Named, node: NodeTransport, *, cuts: Cuts = "none") -> None:
+    def __init__(
+        self, named: Named, node: NodeTransport, bucket_bytes: int, *, cuts: Cuts = "none"
+    ) -> None:
         self.named, self.node, self._cuts = named, node, cuts
+        self.bucket_bytes = bucket_bytes
+        self.order: list[int] = []  # of parameters in rows, once these are made
         self.buckets: list[Bucket] = []  # in the order in which they fill
         self.buckets_of: dict[int, list[Bucket]] = {}  # several where a parameter is cut
         self._rows: list[Row] = []
         self._least_bytes = 0  # of buckets, for which rows have room
-        # In them, of each parameter's gradient. ``.grad`` has a storage of its own over the same
-        # memory: a program may replace it (``.data``, ``double()``, ``share_memory()``).
+        # Views of each parameter's gradient in its row. ``.grad`` has a separate storage over the
+        # same memory: a program may replace it (``.data``, ``double()``, ``share_memory()``).
         self._views: dict[int, torch.Tensor] = {}
         self._grads: dict[int, torch.Tensor] = {}
-        self._kept: dict[int, Kept] = {}
+        self._program_grads: dict[int, ProgramGrad] = {}
+        self._noted: list[int] = []  # versions, when the last round was handed over
         self._place_of: dict[int, int] = {}  # of each parameter in the order of readiness
 
     def __bool__(self) -> bool:
         """Return whether rows were made."""
         return bool(self._rows)
 
-    def make(self, order: Sequence[int], bucket_bytes: int) -> None:
-        """Make rows and cut them.
+    def make(self, order: Sequence[int]) -> None:
+        """Make rows in an order, or in the one of an earlier run, and cut them.
 
         Collective over the node; blocking.
         """
+        self.order = order = self.order or list(order)
+        bucket_bytes = self.bucket_bytes
         self._place_of = {index: at for at, index in enumerate(order)}
-        self._least_bytes = min(bucket_bytes, LEAST_BUCKET_BYTES)  # a run that is resumed had less
+        self._least_bytes = min(bucket_bytes, MIN_BUCKET_BYTES)  # a run that is resumed had less
         types = [gradient_dtype(tensor) for _, tensor in self.named]
         for dtype in dict.fromkeys(types):
             params = tuple(index for index in order if types[index] == dtype)
@@ -107,13 +91,30 @@ class FlatGradients:
             spans = flagged([tensor.numel() for tensor in tensors])
             numel, most = spans[-1].stop + 1, len(params)
             if self._cuts != "none":  # each tensor in as many as it fills, rounded
-                most = 2 * len(params) + numel // _elements(self._least_bytes, dtype)
+                most = 2 * len(params) + numel // elements(self._least_bytes, dtype)
             memory = self.node.row(numel, dtype, most)
             nbytes = tuple(tensor.numel() * dtype.itemsize for tensor in tensors)
             self._rows.append(Row(params, nbytes, spans, memory, second_storage(memory.flat)))
             for index, tensor, span in zip(params, tensors, spans, strict=True):
                 self._views[index] = view_like(memory.flat[slice(*span)], tensor)
         self.cut(bucket_bytes)
+
+    def arrangement(self) -> tuple[list[int], int]:
+        """Return the arguments of `arrange` for this layout: parameter order, bytes of a bucket."""
+        return self.order, self.bucket_bytes
+
+    def arrange(self, order: Sequence[int], bucket_bytes: int) -> None:
+        """Lay gradients as in an earlier run; between two rounds.
+
+        Does not communicate, but all ranks must do it alike.
+        """
+        moved = bool(order) and list(order) != self.order
+        if moved or not self.has_room_for(bucket_bytes):
+            self.release()
+        if moved:
+            self.order = list(order)
+        if bucket_bytes != self.bucket_bytes:
+            self.cut(bucket_bytes)
 
     def has_room_for(self, bucket_bytes: int) -> bool:
         """Return whether rows can be cut into buckets of a size."""
@@ -124,6 +125,7 @@ class FlatGradients:
 
         Does not communicate.
         """
+        self.bucket_bytes = bucket_bytes
         buckets = [bucket for row in self._rows for bucket in self._cut(row, bucket_bytes)]
         # Buckets of several types start in the order in which they fill.
         buckets.sort(key=lambda bucket: max(self._place_of[index] for index in bucket.params))
@@ -144,26 +146,14 @@ class FlatGradients:
 
     def _cut(self, row: Row, bucket_bytes: int) -> list[Bucket]:
         """Return a row's buckets."""
-        # What became ready last belongs to the first layers.
+        # Gradients of the first layers became ready last.
         layers = [len(self.named) - 1 - self._place_of[index] for index in row.params]
-        elements = _elements(bucket_bytes, row.memory.flat.dtype)
-        if self._cuts == "all":
-            portions: Sequence[Portion] = cut_portions(row.spans, layers, elements)
-        else:
-            portions = _whole_tensors(row, self._fit(row, bucket_bytes))
-        if self._cuts == "last":
-            least = _elements(LEAST_BUCKET_BYTES, row.memory.flat.dtype)
-            portions = _with_last_cut(row, portions, layers, max(elements, least))
-        memories = row.memory.cut([portion.span for portion in portions])
-        return [
-            _bucket(row, portion, memory)
-            for portion, memory in zip(portions, memories, strict=True)
-        ]
+        return cut_row(row, self._cuts, bucket_bytes, layers, self._fit(row, bucket_bytes))
 
     # --- gradients ---------------------------------------------------------------------------
 
     def view_of(self, index: int) -> torch.Tensor | None:
-        """Return where in its row a parameter's gradient lies; None before rows are made."""
+        """Return the view of a parameter's gradient in its row; None before rows are made."""
         return self._views.get(index)
 
     def fill(self, bucket: Bucket, moved: set[int]) -> None:
@@ -171,21 +161,21 @@ class FlatGradients:
         params = [index for index in bucket.params if index not in moved]
         moved.update(params)
         flat = bucket.memory.flat
-        flags = [self.named[index][1].grad is not None for index in bucket.ending]
+        flags = [self.named[index][1].grad is not None for index in bucket.flag_params]
         with torch.no_grad():
-            flat.index_fill_(0, bucket.flags, 1)
+            flat.index_fill_(0, bucket.flag_index, 1)
             if not all(flags):
-                for at, there in zip(bucket.places, flags, strict=True):
-                    flat[at] *= there
+                for at, has_grad in zip(bucket.flag_offsets, flags, strict=True):
+                    flat[at] *= has_grad
             self._copy_in(params)
 
     def _copy_in(self, params: Sequence[int]) -> None:
         """Copy gradients into their rows; zeros where a parameter has none."""
-        views, grads, given = [], [], []
+        views, grads, replaced = [], [], []
         for index in params:
             tensor, view = self.named[index][1], self._views[index]
-            self._kept.pop(index, None)
-            self._separate_kept(index)
+            self._program_grads.pop(index, None)
+            self._separate_referenced(index)
             if tensor.grad is None:
                 view.zero_()
             elif tensor.grad.data_ptr() != view.data_ptr():
@@ -195,20 +185,20 @@ class FlatGradients:
                 views.append(view)
                 grads.append(grad.detach())
                 if held:
-                    left = len(self.buckets_of[index])
-                    self._kept[index] = Kept(weakref.ref(grad), left)
+                    count = len(self.buckets_of[index])
+                    self._program_grads[index] = ProgramGrad(weakref.ref(grad), count)
                 else:
-                    given.append(index)
+                    replaced.append(index)
         if views:
-            torch._foreach_copy_(views, grads)
-        for index in given:
+            foreach_copy(views, grads)
+        for index in replaced:
             self.named[index][1].grad = self._grad_of(index)
 
-    def _separate_kept(self, index: int) -> None:
-        """Give a gradient of an earlier round memory of its own where the program kept it."""
+    def _separate_referenced(self, index: int) -> None:
+        """Move an earlier round's gradient to separate memory if the program refers to it."""
         if index not in self._grads or self.named[index][1].grad is self._grads[index]:
             return
-        if is_kept(self._grads, index):
+        if is_referenced(self._grads, index):
             grad = self._grads.pop(index)
             grad.data = grad.detach().clone()
 
@@ -222,33 +212,33 @@ class FlatGradients:
     def _new_grad(self, index: int) -> torch.Tensor:
         at = next(at for at, row in enumerate(self._rows) if index in row.params)
         row = self._rows[at]
-        if row.seen.data_ptr() != row.memory.flat.data_ptr():  # torch replaced that storage
-            self._rows[at] = row = replace(row, seen=second_storage(row.memory.flat))
+        if row.grad_memory.data_ptr() != row.memory.flat.data_ptr():  # torch replaced that storage
+            self._rows[at] = row = replace(row, grad_memory=second_storage(row.memory.flat))
         span = row.spans[row.params.index(index)]
-        return view_like(row.seen[slice(*span)], self.named[index][1]).detach()
+        return view_like(row.grad_memory[slice(*span)], self.named[index][1]).detach()
 
-    def settle(self, bucket: Bucket) -> None:
-        """Give parameters that only other ranks used their gradient; get ready for a new round."""
+    def deliver(self, bucket: Bucket) -> None:
+        """Deliver a bucket's means, also to parameters that only other ranks used."""
         bucket.missing = set(bucket.params)
         self._copy_out(bucket.params)
-        self.give_back(bucket, bucket.missing)
+        self.fill_missing_grads(bucket, bucket.missing)
 
     def _copy_out(self, params: Iterable[int]) -> None:
         """Copy means to gradients in the memory of the program, once they are whole."""
-        for index in self._kept.keys() & set(params):
-            kept = self._kept[index]
-            kept.left -= 1
-            grad = kept.grad()
-            if not kept.left and grad is not None:
+        for index in self._program_grads.keys() & set(params):
+            program_grad = self._program_grads[index]
+            program_grad.pending_buckets -= 1
+            grad = program_grad.grad()
+            if not program_grad.pending_buckets and grad is not None:
                 grad.data.copy_(self._views[index])  # .data: a graph of it stays valid
 
-    def give_back(self, bucket: Bucket, params: set[int]) -> None:
-        """Give these parameters the bucket's mean where they have no gradient, and a rank had."""
-        lacking = [index for index in bucket.ending if self.named[index][1].grad is None]
+    def fill_missing_grads(self, bucket: Bucket, params: set[int]) -> None:
+        """Set the missing gradients of parameters to the bucket's mean, if any rank had one."""
+        lacking = [index for index in bucket.flag_params if self.named[index][1].grad is None]
         if not lacking or params.isdisjoint(lacking):
             return
-        flags = bucket.memory.flat[bucket.flags].tolist()  # read once
-        for index, flag in zip(bucket.ending, flags, strict=True):
+        flags = bucket.memory.flat[bucket.flag_index].tolist()  # read once
+        for index, flag in zip(bucket.flag_params, flags, strict=True):
             tensor = self.named[index][1]
             if tensor.grad is None and flag > 0 and index in params:
                 tensor.grad = self._grad_of(index)
@@ -267,12 +257,11 @@ class FlatGradients:
     def _all_finite(self, buckets: Iterable[Bucket]) -> bool:
         """Return whether sums are finite, flags among them; read once. Large ones may overflow."""
         sums = [bucket.memory.flat.sum().isfinite() for bucket in buckets]
-        kept = [grad for one in self._kept.values() if (grad := one.grad()) is not None]
-        sums += [grad.detach().sum().isfinite() for grad in kept]
+        sums += [grad.detach().sum().isfinite() for grad in self._live_program_grads()]
         return not sums or bool(torch.stack(sums).all())
 
     def nonfinite_of(self, params: Sequence[int]) -> list[int]:
-        """Return those of these parameters (indices), all there, whose gradient is not finite."""
+        """Return the parameters (indices) whose gradient is not finite; all means arrived."""
         places = {bucket.place for index in params for bucket in self.buckets_of[index]}
         if self._all_finite(self.buckets[at] for at in places):
             return []
@@ -281,13 +270,33 @@ class FlatGradients:
             index for index, grad in grads if grad is not None and not bool(grad.isfinite().all())
         ]
 
-    def versions(self) -> list[int]:
+    def restore_reset_grads(self, params: Iterable[int]) -> None:
+        """Restore the means of parameters that were reset after these were collected."""
+        lacking = {index for index in params if self.named[index][1].grad is None}
+        buckets = {b.place: b for index in lacking for b in self.buckets_of.get(index, [])}
+        for bucket in buckets.values():
+            self.fill_missing_grads(bucket, lacking)
+
+    def note_versions(self) -> None:
+        """Record the versions of gradients when a round is handed over."""
+        self._noted = self._versions()
+
+    def untouched(self) -> bool:
+        """Return whether the program wrote no gradients since the last round was handed over."""
+        return self.in_place() and self._noted == self._versions()
+
+    def _versions(self) -> list[int]:
         """Return numbers that grow whenever the program writes to gradients.
 
-        Writes of the node and the engine do not count: their tensors have versions of their own.
+        Writes of the node and the engine do not count: their tensors have separate versions.
         """
-        kept = [grad._version for one in self._kept.values() if (grad := one.grad()) is not None]
-        return [row.seen._version for row in self._rows] + kept
+        tensors = [row.grad_memory for row in self._rows] + self._live_program_grads()
+        return [version_of(tensor) for tensor in tensors]
+
+    def _live_program_grads(self) -> list[torch.Tensor]:
+        """Return the gradients in the memory of the program that still exist."""
+        grads = [program_grad.grad() for program_grad in self._program_grads.values()]
+        return [grad for grad in grads if grad is not None]
 
     def in_place(self) -> bool:
         """Return whether every gradient is that of the last round."""
@@ -297,73 +306,94 @@ class FlatGradients:
         )
 
     def _is_own(self, index: int, grad: torch.Tensor) -> bool:
-        kept = self._kept.get(index)
+        program_grad = self._program_grads.get(index)
         own = grad.data_ptr() == self._views[index].data_ptr()
-        return own or (kept is not None and kept.grad() is grad)
+        return own or (program_grad is not None and program_grad.grad() is grad)
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Return whether a gradient lies in a row, or took a mean from there."""
-        if not gradient.numel():  # all that is empty has one address
+        if not gradient.numel():  # all empty tensors have one address
             return False
-        if any(kept.grad() is gradient for kept in self._kept.values()):
+        if any(known is gradient for known in self._live_program_grads()):
             return True
         return any(view.data_ptr() == gradient.data_ptr() for view in self._views.values())
 
     def release(self) -> None:
-        """Give gradients memory of their own; idempotent."""
+        """Move gradients to separate memory, and free the rows; idempotent."""
         for index, view in self._views.items():
-            kept = index in self._grads and is_kept(self._grads, index)
-            for grad in (self.named[index][1].grad, self._grads.get(index) if kept else None):
-                # In place: lists of gradients that the program made keep what they refer to.
+            referenced = index in self._grads and is_referenced(self._grads, index)
+            earlier = self._grads.get(index) if referenced else None
+            for grad in (self.named[index][1].grad, earlier):
+                # In place: lists of gradients that the program made stay valid.
                 if grad is not None and grad.data_ptr() == view.data_ptr():
                     grad.data = grad.detach().clone()
         self._rows, self._views, self.buckets, self.buckets_of = [], {}, [], {}
-        self._grads, self._kept = {}, {}
+        self._grads, self._program_grads = {}, {}
+
+
+def check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
+    """Refuse a sparse gradient, and a second one in a backward."""
+    if tensor.grad is not None and tensor.grad.is_sparse:
+        raise LayoutError(
+            f"gradients must be dense, but {name} got a sparse one; make its layer with "
+            f"sparse=False"
+        )
+    if again:
+        raise LayoutError(
+            f"a parameter must get its gradient once in a backward, but {name} got two; use "
+            f"checkpoint(..., use_reentrant=False)"
+        )
 
 
 def _check_type(name: str, grad: torch.Tensor, view: torch.Tensor) -> None:
     """Refuse a gradient of another type than its row: it would be rounded in silence."""
     if grad.dtype != view.dtype:
-        kind, row = (str(one.dtype).removeprefix("torch.") for one in (grad, view))
+        kind, row = (str(tensor.dtype).removeprefix("torch.") for tensor in (grad, view))
         raise LayoutError(
             f"gradients must have one type, but that of {name} is {kind} and is averaged in {row}; "
             f"set its grad_dtype to torch.{kind} before daso.DASO(...)"
         )
 
 
-def _elements(bucket_bytes: int, dtype: torch.dtype) -> int:
-    """Return from how many numbers a bucket counts as full."""
-    return max(1, bucket_bytes // dtype.itemsize)
+def _counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the references to the gradient of a tensor, and the uses of its storage."""
+    grad = tensor.grad
+    assert grad is not None, "the caller has looked"
+    uses = storage_uses(storage_key(grad.untyped_storage())) if storage_uses else 0
+    return sys.getrefcount(grad), uses
 
 
-def _whole_tensors(row: Row, groups: Sequence[tuple[int, ...]]) -> list[Portion]:
-    """Cut a row so that every tensor is in one bucket."""
-    spans = [Span(row.spans[group[0]].start, row.spans[group[-1]].stop + 1) for group in groups]
-    return [Portion(span, group, 0) for span, group in zip(spans, groups, strict=True)]
+def _references(tensors: Mapping[int, torch.Tensor], index: int) -> int:
+    """Return the references to a tensor that a dictionary has."""
+    tensor = tensors[index]
+    return sys.getrefcount(tensor)
 
 
-def _with_last_cut(
-    row: Row, portions: Sequence[Portion], layers: Sequence[int], elements: int
-) -> list[Portion]:
-    """Cut the last bucket: its stages have no backward to hide behind, but can hide each other."""
-    first = portions[-1].params[0]
-    parts = cut_portions(row.spans[first:], layers[first:], elements)
-    moved = [replace(part, params=tuple(first + at for at in part.params)) for part in parts]
-    return [*portions[:-1], *moved]
+def _least_counts() -> tuple[int, int, int]:
+    """Return the counts where nothing else holds a gradient: interpreters differ."""
+    with torch.inference_mode(mode=False):
+        tensor = torch.zeros(1, device="cpu")
+        tensor.grad = torch.zeros(1, device="cpu")
+        return *_counts(tensor), _references({0: torch.zeros(1, device="cpu")}, 0)
 
 
-def _bucket(row: Row, portion: Portion, memory: NodeBucket) -> Bucket:
-    start, stop = portion.span
-    params = tuple(row.params[at] for at in portion.params)
-    ending = [at for at in portion.params if start <= row.spans[at].stop < stop]
-    places = tuple(row.spans[at].stop - start for at in ending)
-    return Bucket(
-        portion=portion,
-        place=0,
-        params=params,
-        memory=memory,
-        ending=tuple(row.params[at] for at in ending),
-        places=places,
-        flags=torch.tensor(places, dtype=torch.int64, device=memory.flat.device),
-        missing=set(params),
-    )
+_LEAST_REFERENCES, _LEAST_USES, _OWN_REFERENCES = _least_counts()
+
+
+def is_referenced(tensors: Mapping[int, torch.Tensor], index: int) -> bool:
+    """Return whether a tensor of the dictionary has references from elsewhere."""
+    return _references(tensors, index) > _OWN_REFERENCES
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Return whether a parameter's gradient has references from elsewhere.
+
+    Such a gradient lies in a buffer of the program, in a list, in a graph (``create_graph=True``),
+    or in memory that processes share. The caller must hold no other reference.
+    """
+    if not isinstance(tensor, torch.Tensor):  # a shard, whose gradient FSDP2 makes and holds
+        return False
+    references, uses = _counts(tensor)
+    if references > _LEAST_REFERENCES or uses > _LEAST_USES:
+        return True
+    return tensor.grad is not None and tensor.grad.requires_grad

@@ -1,4 +1,4 @@
-"""Gradients that cross between nodes in fewer bits; what a wire rounds away goes into the next.
+"""Compressed gradient averaging between nodes, with error feedback.
 
 Seide et al. 2014 (1-bit SGD), Karimireddy et al. 2019, arXiv 1901.09847 (error feedback).
 """
@@ -6,48 +6,48 @@ Seide et al. 2014 (1-bit SGD), Karimireddy et al. 2019, arXiv 1901.09847 (error 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from daso.comm.allreduce.direct import DeterministicAllReduce
-from daso.comm.allreduce.ordered import OnDevice
+from daso.comm.allreduce.ordered import DeviceContext
 from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.engine import Work
-from daso.comm.reduction import CPU, Chunks, SendBuffer, Spans
-from daso.kernels.choice import kernels_for
+from daso.comm.reduction import CPU, Chunks, ReduceBuffer, SendBuffer, Spans
+from daso.kernels.choice import Kernels, kernels_for
 from daso.kernels.codecs import Codec, codec_named, exact_codec
 from daso.kernels.rows import EncodeRows, FlatTensors, Mean
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.layout import Span
 from daso.train.deltas.shard import message_numel
 
-__all__ = ["Averaged", "CompressedSum", "GradientCompressor", "compressed_chunks"]
-
 Ordered = Callable[
-    [Codec, dict[int, torch.Tensor], OnDevice | None, AllReducePlan], DeterministicAllReduce
+    [Codec, dict[int, torch.Tensor], DeviceContext | None, AllReducePlan], DeterministicAllReduce
 ]
 Key = tuple[torch.dtype, int]  # of the gradients in a row, and where a part of it starts
 
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """What the mean of a part of the gradients took."""
+    """Cost of the mean of a part of the gradients."""
 
     nbytes: int  # sent by this rank
-    made_seconds: float = 0.0  # of the engine's, until a device had made what crosses
+    made_seconds: float = 0.0  # of the engine's, until a device had made the payload
 
 
-class CompressedSum:
-    """A node's sum of a part of the gradients, which an exchange reads and replaces by the mean.
+class CompressedSum(ReduceBuffer):
+    """Sum of a part of the gradients over a node, which an all-reduce replaces by the mean.
 
     Args:
         total: The sum (numel), fp32 or fp64.
-        start: Where it starts in its row.
-        residual: What was rounded away of it before (numel), on the same device; changed. None:
-            what crosses is exact.
-        flags: Places in it of numbers that must cross as they are (flags,), int64, there too.
-        outbox: Memory for what crosses, kept by the caller; None: of its own, on the host.
+        start: Its start in its row.
+        residual: Rounding error of earlier rounds (numel), on the same device; changed. None: the
+            payload is exact.
+        flags: Offsets of the flags, which are sent exactly (flags,), int64, on the same device.
+        outbox: Memory of the payload, owned by the caller; None: new memory on the host.
+        kernels: Kernels of the device; None: chosen by the device.
     """
 
     def __init__(
@@ -57,20 +57,21 @@ class CompressedSum:
         residual: torch.Tensor | None,
         flags: torch.Tensor,
         outbox: SendBuffer | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.total, self.start, self.dtype = total, start, total.dtype
         self._residual, self._flags = residual, flags
-        self._kernels = kernels_for(total.device)
+        self._kernels = kernels or kernels_for(total.device)
         self.exact = total[flags]
         self._outbox = outbox or SendBuffer()
         self._leaving = self._outbox  # on the host
 
     def encode(self, codec: Codec, spans: Spans) -> None:
-        """Write what will cross, and keep what that rounds away."""
+        """Encode the payload, and keep its rounding error as the residual."""
         if self._residual is None:  # each piece is read before its mean is written
             self._outbox.open(codec, spans, self.total.view(torch.uint8))
             return
-        # Beside them gradients would round to nothing.
+        # Flags are so large that gradients of the same block would round to zero.
         self.total.index_fill_(0, self._flags, 0)
         self._outbox.open(codec, spans)
         self._kernels.encode(
@@ -82,28 +83,28 @@ class CompressedSum:
         )
 
     def leave(self, copies: DeviceStaging, memory: torch.Tensor | None) -> Work[None]:
-        """Copy what MPI reads to the host, and wait until it is made."""
-        exact = copies.memory(self.exact.nbytes).view(self.dtype)
-        with copies.beside():
-            arrived = [copies.out(self.exact, exact), copies.mark()]
+        """Copy the payload to the host, and wait for the copies."""
+        exact = copies.host_memory(self.exact.nbytes).view(self.dtype)
+        with copies.side_stream():
+            arrived = [copies.to_host(self.exact, exact), copies.completion()]
             if memory is not None:
                 encoded, self._leaving = self._outbox, SendBuffer()
                 self._leaving.open(encoded.codec, [span for span, _ in encoded.items()], memory)
-                arrived.append(copies.out(encoded.memory, self._leaving.memory))
+                arrived.append(copies.to_host(encoded.memory, self._leaving.memory))
         yield from arrived
         self.exact = exact
 
     @property
     def nbytes(self) -> int:
-        """Bytes that cross."""
+        """Bytes of the payload."""
         return self._outbox.memory.numel()
 
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return what was encoded of spans."""
+        """Return the encoded payloads of spans."""
         return self._outbox.payloads(spans)
 
     def outgoing(self, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return what was encoded of spans, on the host."""
+        """Return the encoded payloads of spans, on the host."""
         return self._leaving.payloads(spans)
 
     def deliver(self, start: int, stop: int, mean: Mean, sent: torch.Tensor) -> None:  # noqa: ARG002
@@ -123,12 +124,13 @@ def _deliver(sources: Sequence[CompressedSum], means: Sequence[torch.Tensor]) ->
         source.deliver_exact(mean)
 
 
+@lru_cache(maxsize=4096)  # asked of every bucket at every step
 def compressed_chunks(
     codec: Codec, chunk_bytes: int, start: int, numel: int, plan: AllReducePlan, *, least: int = 1
 ) -> Chunks:
-    """Return the chunks in which a part of a row crosses."""
+    """Return the chunks of a part of a row, each a message."""
     chunks = plan.chunks(numel, message_numel(codec, chunk_bytes, least))
-    return [[Span(a + start, b + start) for a, b in parts] for parts in chunks]
+    return tuple(tuple(Span(a + start, b + start) for a, b in parts) for parts in chunks)
 
 
 class GradientCompressor:
@@ -136,15 +138,15 @@ class GradientCompressor:
 
     Args:
         wire: "bf16", "int8" or "int4".
-        plan: Says how nodes take means of so many bytes on the wire.
-        chunk_bytes: Of a message.
-        ordered: Makes what takes means of sums over nodes, of a codec, what is rounded away, the
-            device of sums, and a plan.
+        plan: Returns the all-reduce plan for a number of bytes on the wire.
+        chunk_bytes: Bytes of a message.
+        ordered: Makes an all-reduce from a codec, the rounding errors of means, the device of
+            sums, and a plan.
         mean: Replaces a small sum over a node by the mean over the world, exactly; work for the
             engine.
-        least: Numbers of a message at the least; the same on all nodes, also where sums are taken
-            to the host.
-        where: The device on which sums are left; None: they are on the host.
+        least: Minimum numbers of a message; the same on all nodes, also if sums are copied to the
+            host.
+        where: Device that holds the sums; None: the host does.
     """
 
     def __init__(
@@ -156,14 +158,15 @@ class GradientCompressor:
         ordered: Ordered,
         mean: Callable[[torch.Tensor], Work[int]],
         least: int,
-        where: OnDevice | None,
+        where: DeviceContext | None,
     ) -> None:
         self.wire, self._plan, self._chunk_bytes = wire, plan, chunk_bytes
         self._ordered, self._mean = ordered, mean
         self._least, self._where = least, where
         self._device = CPU if where is None else where.device
+        self._kernels = kernels_for(self._device)
         self._outbox = SendBuffer(self._device)
-        self._room = torch.empty(0, dtype=torch.uint8, device="cpu")  # for what leaves a device
+        self._room = torch.empty(0, dtype=torch.uint8, device="cpu")  # for payloads of a device
         self._no_flags = torch.empty(0, dtype=torch.int64, device=self._device)
         self._places: dict[Key, torch.Tensor] = {}
         self._residuals: dict[Key, torch.Tensor] = {}
@@ -176,7 +179,7 @@ class GradientCompressor:
         total: torch.Tensor,
         key: Key,
         flags: Sequence[int],
-        made: Arrived | None = None,
+        ready: Arrived | None = None,
         *,
         exact: bool = False,
     ) -> Work[Averaged]:
@@ -184,7 +187,7 @@ class GradientCompressor:
 
         Collective over the lane; non-blocking, as work for the engine.
         """
-        if made is None:
+        if ready is None:
             assert self._where is None, "sums are left on the device"
             source, means, chunks = self._encode(total, key, flags, exact=exact)
             nbytes = yield from means.run(source, chunks)
@@ -193,17 +196,17 @@ class GradientCompressor:
         begun = time.perf_counter()
         assert self._where is not None, "sums are left on a device"
         copies = self._where.copies
-        copies.attach()
-        yield made
-        with copies.beside():
+        copies.bind_thread()
+        yield ready
+        with copies.side_stream():
             source, means, chunks = self._encode(total, key, flags, exact=exact)
         if self._where.staged and self._room.numel() < source.nbytes:
-            self._room = copies.memory(source.nbytes)
+            self._room = copies.host_memory(source.nbytes)
         yield from source.leave(copies, self._room if self._where.staged else None)
         made_seconds = time.perf_counter() - begun
         nbytes = yield from means.run(source, chunks)
-        with copies.beside():
-            over = copies.mark()
+        with copies.side_stream():
+            over = copies.completion()
         yield over
         self._keep_flags(source)
         return Averaged(nbytes, made_seconds)
@@ -229,9 +232,9 @@ class GradientCompressor:
             _deliver(sources, means)
             return nbytes
         copies = self._where.copies
-        with copies.beside():
+        with copies.side_stream():
             _deliver(sources, means)
-            over = copies.mark()
+            over = copies.completion()
         yield over
         return nbytes
 
@@ -243,7 +246,7 @@ class GradientCompressor:
     def _encode(
         self, total: torch.Tensor, key: Key, flags: Sequence[int], *, exact: bool
     ) -> tuple[CompressedSum, DeterministicAllReduce, Chunks]:
-        """Encode a sum; return it, what takes its mean, and the chunks in which it crosses."""
+        """Encode a sum; return it with its all-reduce and its chunks."""
         codec = self._codec(total.dtype, exact=exact)
         plan = self._plan(codec.nbytes(total.numel()))
         means = self._exchange(codec, key[0], plan, exact=exact)
@@ -252,7 +255,7 @@ class GradientCompressor:
             self._residuals[key] = torch.zeros_like(total)
         residual = None if exact else self._residuals[key]
         # One after the other: the engine ends a mean before it begins the next.
-        source = CompressedSum(total, key[1], residual, places, self._outbox)
+        source = CompressedSum(total, key[1], residual, places, self._outbox, self._kernels)
         chunks = compressed_chunks(
             codec, self._chunk_bytes, key[1], total.numel(), plan, least=self._least
         )
@@ -260,7 +263,7 @@ class GradientCompressor:
         return source, means, chunks
 
     def _flags(self, key: Key, flags: Sequence[int]) -> torch.Tensor:
-        """Return places of flags where sums lie."""
+        """Return the offsets of flags, on the device of the sums."""
         if key not in self._places or self._places[key].numel() != len(flags):
             places = torch.tensor(
                 flags, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda"
@@ -274,7 +277,7 @@ class GradientCompressor:
     def _exchange(
         self, codec: Codec, row: torch.dtype, plan: AllReducePlan, *, exact: bool
     ) -> DeterministicAllReduce:
-        """Return what takes means of the parts of a row."""
+        """Return the all-reduce for the parts of a row."""
         key = row, exact, plan
         if key not in self._means:
             rounded = {} if exact else self._rounded.setdefault(row, {})
@@ -290,7 +293,7 @@ class GradientCompressor:
                 rounded.clear()
 
     def forget(self) -> None:
-        """Forget what was rounded away: it is not finite, or belongs to other parts or phases."""
+        """Forget the residuals: they are not finite, or belong to other parts or phases."""
         self._flagged.clear()
         self._residuals.clear()
         self._places.clear()
@@ -301,7 +304,7 @@ class GradientCompressor:
     # --- checkpoint --------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank needs to go on to the same bits; between two rounds."""
+        """Return the state that a resumed run needs for the same bits; between two rounds."""
         return {
             "wire": self.wire,
             "residuals": [(*key, row.to("cpu", copy=True)) for key, row in self._residuals.items()],

@@ -1,4 +1,4 @@
-"""Adds gradients on the host while backward goes on, in a thread of its own.
+"""Adds gradients on the host during backward, in a separate thread.
 
 Chunk after chunk, in the order in which they fill, a thread takes gradients to the host where they
 are elsewhere, adds this rank's part of all ranks' in rank order, and brings the sums back: the
@@ -19,26 +19,23 @@ from daso.comm.node.base import NodeBucket
 from daso.errors import ExchangeError
 from daso.plan.portions import Portion
 from daso.train.channels import Channels
-from daso.train.gradients.background import BackgroundReducer
-from daso.train.gradients.concurrent import ConcurrentReductions
+from daso.train.gradients.background import BackgroundReducer, ConcurrentReductions
 from daso.train.metrics import Metrics
-
-__all__ = ["HostReducer"]
 
 
 class HostReducer(BackgroundReducer):
-    """Chunks of gradients on their way to the host, into sums, and back.
+    """Copies chunks of gradients to the host, adds them there, and copies the sums back.
 
     Args:
         channels: The engine that exchanges between nodes.
-        metrics: Where seconds and bytes are counted.
+        metrics: Counts seconds and bytes.
         local_size: Ranks of the node.
     """
 
     def __init__(self, channels: Channels, metrics: Metrics, local_size: int) -> None:
         super().__init__(channels, metrics)
         self._local_size = local_size
-        # Not the exchanges' thread: one between nodes may take many batches, sums take one.
+        # Not the engine's thread: an exchange between nodes may take many batches, sums take one.
         self._adder = Engine(
             channels.engine.timeout_seconds,
             channels.missing,
@@ -48,7 +45,7 @@ class HostReducer(BackgroundReducer):
         )
 
     def check(self) -> None:
-        """Raise what went wrong in another thread since, if anything."""
+        """Raise the first error of another thread, if any."""
         super().check()
         self._adder.check()
 
@@ -82,55 +79,55 @@ class HostReducer(BackgroundReducer):
     # --- on the thread that adds -------------------------------------------------------------
 
     def _add(self, now: "_Round", *, world: bool) -> Work[int]:
-        yield partial(now.guarded, partial(self._go_on, now, world=world))
+        yield partial(now.guarded, partial(self._advance, now, world=world))
         return 0
 
-    def _go_on(self, now: "_Round", *, world: bool) -> bool:
-        """Take every chunk as far as it goes now; return whether all are back."""
+    def _advance(self, now: "_Round", *, world: bool) -> bool:
+        """Advance every chunk without blocking; return whether all hold the mean."""
         while len(now.sums) < now.count and self._is_filled(len(now.sums)):
             place = len(now.sums)
-            total = self._buckets[place].add()
+            total = self._buckets[place].reduce()
             assert total is not None, "it is filled"
             self._note("added", place)
             now.sums.append(total)
             if not world or not total.numel():
                 now.means.add(place)
-        for place in sorted(now.means - now.given):
-            self._buckets[place].deliver(1 if world else self._local_size)
-            now.given.add(place)
-        self._take_back(sorted(now.given - self._back))
-        return len(self._back) == now.count
+        for place in sorted(now.means - now.published):
+            self._buckets[place].publish(1 if world else self._local_size)
+            now.published.add(place)
+        self._note_published(sorted(now.published - self._averaged))
+        return len(self._averaged) == now.count
 
     # --- on the engine's thread --------------------------------------------------------------
 
     def _exchange(self, now: "_Round") -> Work[int]:
         abreast = ConcurrentReductions(self._channels)
-        yield partial(now.guarded, partial(self._exchange_on, now, abreast))
+        yield partial(now.guarded, partial(self._advance_exchange, now, abreast))
         return abreast.nbytes
 
-    def _exchange_on(self, now: "_Round", abreast: ConcurrentReductions) -> bool:
-        """Exchange chunks that were added, in order, a few at a time; return whether all are."""
+    def _advance_exchange(self, now: "_Round", abreast: ConcurrentReductions) -> bool:
+        """Average added chunks between nodes, in order, a few at a time; return whether all are."""
         now.means.update(abreast.finished())
-        while now.taken < len(now.sums) and abreast.free:
-            if now.sums[now.taken].numel():
-                abreast.start(now.taken, now.sums[now.taken])
-            now.taken += 1
+        while now.started < len(now.sums) and abreast.free:
+            if now.sums[now.started].numel():
+                abreast.start(now.started, now.sums[now.started])
+            now.started += 1
         return len(now.means) == now.count
 
 
 class _Round:
-    """How far the chunks of a round are, for both threads."""
+    """Progress of the chunks of a round, for both threads."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.sums: list[torch.Tensor] = []  # of chunks, in order: this rank's parts
-        self.taken = 0  # of them, by the exchange
-        self.means: set[int] = set()  # chunks whose sums may be given to the node
-        self.given: set[int] = set()
-        self.failed: BaseException | None = None  # in one thread, which the other must not wait for
+        self.started = 0  # sums whose exchange began
+        self.means: set[int] = set()  # chunks whose sums may be published in the node
+        self.published: set[int] = set()
+        self.failed: BaseException | None = None  # in one thread; the other must not wait for it
 
     def guarded(self, poll: Callable[[], bool]) -> bool:
-        """Poll, and hand on to the other thread what went wrong."""
+        """Poll, and record an error for the other thread."""
         if self.failed is not None:
             raise ExchangeError(f"{self.failed}") from self.failed
         try:

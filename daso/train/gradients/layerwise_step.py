@@ -1,13 +1,15 @@
-"""Takes the optimizer's step for a layer when forward comes to it, and not before.
+"""Steps each layer when forward reaches it, once its gradients arrived.
 
 With a step for the whole model, a forward waits until all gradients have crossed, whatever their
 order. Here ``step()`` only notes that a step is due, with the learning rates of that moment. Before
-a module's forward, its parameters' portions are waited for, and the user's own optimizer steps with
-these parameters alone: its arithmetic is per parameter, so the bits are the same. What no forward
-came to is stepped by `LayerwiseStep.flush`, at the latest when the next backward begins.
+a module's forward, the hook waits for the portions of its parameters, and the user's optimizer
+steps these parameters alone: its arithmetic is per parameter, so the bits are the same. Parameters
+that no forward reached are stepped by `LayerwiseStep.flush`, at the latest when the next backward
+begins.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,14 +17,12 @@ from typing import Any
 import torch
 
 from daso.errors import ConfigError
-from daso.train.gradients.module_params import ModuleParameters
 from daso.train.gradients.partial_step import refuse_counting, step_with, values_of
 from daso.train.gradients.reducer import GradientReducer
-from daso.train.misuse import has_hooks
-from daso.train.model.hooks import Hook
+from daso.train.inner.steps import has_hooks
+from daso.train.model.module_params import ModuleParameters
+from daso.train.model.one_copy import Hook
 from daso.train.model.params import Trained
-
-__all__ = ["INSTEAD", "LayerwiseStep"]
 
 INSTEAD = "use Gradients(step='model')"
 
@@ -33,22 +33,22 @@ class PendingStep:
 
     values: list[dict[str, Any]]  # of each parameter group, as they were at step()
     pending: set[int]  # indices of parameters that are not stepped yet
-    had: set[int]  # of those whose gradient was there at step()
-    zero: bool | None = None  # set_to_none of a zero_grad since; None: there was none
+    had_grad: set[int]  # of those that had a gradient at step()
+    zero: bool | None = None  # set_to_none of a later zero_grad; None: it was not called
     dropped: bool = False  # a gradient was not finite
-    begun: bool = False  # a forward has come to its first layer
-    checked: bool = False  # that nobody wrote to gradients until the first layer's step
+    begun: bool = False  # a forward reached its first layer
+    checked: bool = False  # that the program did not write gradients before the first step
 
 
 class LayerwiseStep:
     """Steps an optimizer layer by layer.
 
     Args:
-        trained: The optimizer and its model, of which hooks watch every module.
-        buckets: Where gradients cross.
+        trained: The optimizer and its model; every module gets hooks.
+        buckets: Averages the gradients.
         drop: Counts a step whose mean gradient is not finite; may raise, on every rank alike. None:
-            nobody looks whether it is.
-        good: Counts one that was.
+            gradients are not checked.
+        good: Counts a step whose gradients are finite.
     """
 
     def __init__(
@@ -62,22 +62,25 @@ class LayerwiseStep:
         self._trained, self._buckets, self._drop, self._good = trained, buckets, drop, good
         self._uses = ModuleParameters(trained.module, trained.named)
         self._due: PendingStep | None = None
-        # Stepped in the middle of a forward because their gradients were there, or when a backward
-        # began; what that forward did before it came to their module used the old ones.
-        self._amid: set[int] = set()
+        # Parameters stepped in the middle of a forward because their gradients had arrived, or when
+        # a backward began; until that forward reached their module it used the old values.
+        self._stepped_early: set[int] = set()
+        with ExitStack() as hooks:
+            self._watch(trained.module, hooks)
+            self._hooks = hooks.pop_all()
+
+    def _watch(self, model: torch.nn.Module, hooks: ExitStack) -> None:
+        """Register the hooks on parameters and modules; the stack takes them off."""
         flush = Hook(self.flush)
-        self._hooks = [
-            tensor.register_post_accumulate_grad_hook(partial(self._check, index))
-            for index, (_, tensor) in enumerate(trained.named)
-        ]
-        for name, module in trained.module.named_modules():
+        for index, (_, tensor) in enumerate(self._trained.named):
+            check = partial(self._check, index)
+            hooks.callback(tensor.register_post_accumulate_grad_hook(check).remove)
+        for name, module in model.named_modules():
             before = Hook(partial(self._before, name))
-            self._hooks += [
-                # Before the user's own, which may compute a weight (weight_norm, pruning).
-                module.register_forward_pre_hook(before, prepend=True),
-                module.register_state_dict_pre_hook(flush),
-                module.register_load_state_dict_pre_hook(flush),
-            ]
+            # Before the user's own, which may compute a weight (weight_norm, pruning).
+            hooks.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            hooks.callback(module.register_state_dict_pre_hook(flush).remove)
+            hooks.callback(module.register_load_state_dict_pre_hook(flush).remove)
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -89,7 +92,7 @@ class LayerwiseStep:
                 f"an optimizer that steps layer by layer must have no hooks on its step, but "
                 f"{type(inner).__name__} has; {INSTEAD}"
             )
-        if not self._buckets.untouched():
+        if not self._buckets.rows.untouched():
             raise ConfigError(
                 f"gradients must be left alone between backward and step where no step waits for "
                 f"all of them, but they were changed (clipping, scaling?); {INSTEAD}"
@@ -98,19 +101,19 @@ class LayerwiseStep:
         self._due = PendingStep(
             values=values_of(inner.param_groups),
             pending=set(range(len(tensors))),
-            had={index for index, tensor in enumerate(tensors) if tensor.grad is not None},
+            had_grad={index for index, tensor in enumerate(tensors) if tensor.grad is not None},
         )
-        self._amid.clear()
+        self._stepped_early.clear()
         self._apply(self._uses.nowhere, alone=True)
 
     def begin(self) -> None:
-        """Take what is left of the last step; a backward begins, or ends."""
+        """Finish the last step, since a backward begins or ends."""
         pending = set() if self._due is None else set(self._due.pending)
         self.flush()
-        self._amid |= pending
+        self._stepped_early |= pending
 
     def _check(self, index: int, _: torch.Tensor) -> None:
-        if index in self._amid or (self._due is not None and index in self._due.pending):
+        if index in self._stepped_early or (self._due is not None and index in self._due.pending):
             raise ConfigError(
                 f"parameters must be used by a module's forward where no step waits for all "
                 f"gradients, but {self._trained.named[index][0]} was used before the step with "
@@ -118,7 +121,7 @@ class LayerwiseStep:
             )
 
     def flush(self) -> None:
-        """Take all of the step that is due. Collective over the world; blocking."""
+        """Finish the step that is due. Collective over the world; blocking."""
         if self._due is not None:
             self._apply(tuple(self._due.pending))
 
@@ -136,21 +139,20 @@ class LayerwiseStep:
 
     def close(self) -> None:
         """Take the hooks off, and forget a step that is due; idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._due = [], None
+        self._hooks.close()
+        self._due = None
 
     def _before(self, name: str) -> None:
-        """Step with what a module's forward needs."""
+        """Step the parameters that a module's forward needs."""
         params = self._uses.called(name)
         if self._due is not None:
             self._apply(params)
-        self._amid.difference_update(params)
+        self._stepped_early.difference_update(params)
 
     def _apply(self, params: Iterable[int], *, alone: bool = False) -> None:
-        """Step with parameters that are not stepped yet, once their gradients have crossed.
+        """Step parameters that are not stepped yet, once their gradients arrived.
 
-        And with all others whose gradients are there: a step for many costs less than many steps.
+        Others whose gradients arrived are stepped too: one step for many costs less than many.
         """
         due = self._due
         if due is None:
@@ -158,13 +160,13 @@ class LayerwiseStep:
         needed = due.pending.intersection(params)
         if not needed:
             return
-        self._look_at_gradients(due)
-        self._buckets.collect(needed)
-        chosen = sorted(needed if alone else self._buckets.arrived(due.pending))
-        self._buckets.collect(chosen)
-        self._buckets.give_back(chosen)  # what was collected for others, and reset since
+        self._check_gradients(due)
+        self._buckets.carried.collect(needed)
+        chosen = sorted(needed if alone else self._buckets.carried.arrived(due.pending))
+        self._buckets.carried.collect(chosen)
+        self._buckets.rows.restore_reset_grads(chosen)  # collected for others, and reset since
         if due.begun:
-            self._amid.update(chosen)
+            self._stepped_early.update(chosen)
         due.begun = due.begun or not alone
         due.pending.difference_update(chosen)
         if not due.pending:
@@ -181,15 +183,15 @@ class LayerwiseStep:
         if self._due is None and not due.dropped and self._good is not None:
             self._good()
 
-    def _look_at_gradients(self, due: PendingStep) -> None:
-        """Take it for a reset of all where ``model.zero_grad()`` took a gradient since step().
+    def _check_gradients(self, due: PendingStep) -> None:
+        """Treat a gradient that ``model.zero_grad()`` removed since step() as a reset of all.
 
-        Those that are still to be stepped get theirs back when it has crossed.
+        Parameters that are still to be stepped get their gradient back when it arrives.
         """
         named = self._trained.named
-        if due.zero is None and any(named[index][1].grad is None for index in due.had):
+        if due.zero is None and any(named[index][1].grad is None for index in due.had_grad):
             due.zero = True
-        if not due.checked and not self._buckets.untouched():
+        if not due.checked and not self._buckets.rows.untouched():
             raise ConfigError(
                 "gradients must be reset by optimizer.zero_grad(), or set to None, where no step "
                 f"waits for all of them, but they were written to after step(); {INSTEAD}"

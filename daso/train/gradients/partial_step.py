@@ -6,9 +6,7 @@ from typing import Any
 import torch
 
 from daso.errors import ConfigError
-from daso.train.misuse import stepping
-
-__all__ = ["refuse_counting", "same_values", "step_with", "values_of"]
+from daso.train.inner.steps import stepping
 
 Values = Sequence[Mapping[str, Any]]
 
@@ -26,12 +24,12 @@ def values_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def same_values(groups: Sequence[Mapping[str, Any]], values: Values) -> bool:
-    """Return whether groups have the values that `values_of` found."""
+    """Return whether groups still have the values that `values_of` returned."""
     return _first_change(groups, values) is None
 
 
 def refuse_counting(inner: torch.optim.Optimizer, values: Values, instead: str) -> None:
-    """Refuse an optimizer that keeps something in its groups, which is lost between such steps."""
+    """Refuse an optimizer that counts in its groups: partial steps would lose the count."""
     key = _first_change(inner.param_groups, values)
     if key is not None:
         raise ConfigError(
@@ -41,10 +39,10 @@ def refuse_counting(inner: torch.optim.Optimizer, values: Values, instead: str) 
 
 
 def _first_change(groups: Sequence[Mapping[str, Any]], values: Values) -> str | None:
-    for group, mine in zip(groups, values, strict=True):
-        if changed := mine.keys() ^ (group.keys() - {"params"}):
+    for group, saved in zip(groups, values, strict=True):
+        if changed := saved.keys() ^ (group.keys() - {"params"}):
             return min(changed)
-        for key, value in mine.items():
+        for key, value in saved.items():
             if not _same(group[key], value):
                 return key
     return None
@@ -66,10 +64,10 @@ def step_with(
     """Step with some parameters alone; arithmetic is per parameter, so the bits are the same."""
     before = [dict(group) for group in inner.param_groups]
     try:
-        for group, mine in zip(inner.param_groups, values, strict=True):
-            group.update(mine)
+        for group, saved in zip(inner.param_groups, values, strict=True):
+            group.update(saved)
             group["params"] = [p for p in group["params"] if id(p) in params]
-        # In an evaluation, state that is made now would be of no use in training.
+        # State made under inference_mode could not be used in training.
         off = torch.autocast(device.type, enabled=False)
         with torch.inference_mode(False), off, stepping(inner):
             inner.step()

@@ -1,14 +1,14 @@
-"""Takes portions of gradients between nodes, the one that is needed first before the others.
+"""Averages portions of gradients between nodes in the order in which forward needs them.
 
-Portions become ready while backward goes on, at other moments on each rank. World rank 0 takes of
-those that are ready there the one that goes next, and tells the others, which wait until it is
-ready there too: all ranks take the same order, without which sums would be wrong and nobody would
-know. A few cross at a time, so that the link does not stand still between two, and one is told
-ahead; what becomes ready then can overtake all but those. See `daso.plan.portions`.
+Portions become ready during backward, at different times on each rank. World rank 0 chooses the
+next of its ready portions and broadcasts the choice; the other ranks start that portion once they
+have it. The common order is essential: with different orders sums would be wrong, without an error.
+A few portions cross at a time, to keep the link busy, and one choice is broadcast ahead; a portion
+that becomes ready later can overtake all but these. See `daso.plan.portions`.
 
-No rank can wait for another for ever: world rank 0 has a portion of a step only when it is through
-with the forward of that step, so all portions of the step before had crossed; and a backward waits
-for portions of its own step, if at all, when all of them are ready on its rank.
+This cannot deadlock: world rank 0 has a portion of a step only after the forward of that step, so
+all portions of the step before had crossed; and a backward waits for portions of the same step only
+when all of them are ready on its rank.
 """
 
 from collections import deque
@@ -19,28 +19,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Work, WorkHandle
 from daso.comm.node.base import NodeBucket
+from daso.comm.reduction import sum_buffer
 from daso.plan.portions import Order, Portion, PriorityQueue
 from daso.train.channels import Channels
-from daso.train.gradients.background import BackgroundReducer
-from daso.train.gradients.concurrent import ConcurrentReductions
+from daso.train.gradients.background import BackgroundReducer, ConcurrentReductions
 from daso.train.metrics import Metrics
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["PriorityReducer"]
-
 
 class PriorityReducer(BackgroundReducer):
-    """The portions of one round after the other, on their way between nodes.
+    """Averages the portions of each round between nodes, in one order on all ranks.
 
     Args:
-        channels: The engine, and what runs on it.
-        metrics: Where seconds and bytes are counted.
-        order: Which portion goes first.
+        channels: The engine and its communicators.
+        metrics: Counts seconds and bytes.
+        order: Order of portions.
     """
 
     def __init__(self, channels: Channels, metrics: Metrics, order: Order) -> None:
@@ -66,49 +63,50 @@ class PriorityReducer(BackgroundReducer):
         now = _Round(
             len(portions), PriorityQueue(self.order, portions), ConcurrentReductions(self._channels)
         )
-        told = _Turns(self._channels.comms.turns)
-        yield partial(self._go_on, now, told)
+        turns = _TurnBroadcast(self._channels.comms.turns)
+        yield partial(self._advance, now, turns)
         return now.abreast.nbytes
 
-    def _go_on(self, now: "_Round", told: "_Turns") -> bool:
-        """Take all of it as far as it goes now; return whether every portion has crossed."""
+    def _advance(self, now: "_Round", turns: "_TurnBroadcast") -> bool:
+        """Advance all portions without blocking; return whether every mean arrived."""
         for place in now.abreast.finished():
             self._deliver(place, now)
-        while self._start_next(now, told):
+        while self._start_next(now, turns):
             pass
-        self._take_back(sorted(now.given - self._back))
-        return len(self._back) == now.count
+        self._note_published(sorted(now.published - self._averaged))
+        return len(self._averaged) == now.count
 
-    def _start_next(self, now: "_Round", told: "_Turns") -> bool:
-        """Start the portion whose turn it is, where all is ready for it."""
+    def _start_next(self, now: "_Round", turns: "_TurnBroadcast") -> bool:
+        """Start the next portion of the common order, if this node is ready for it."""
         if now.turn is None:
-            now.turn = self._hear(now, told)
+            now.turn = self._poll_turn(now, turns)
         if now.turn is None or not now.abreast.free or not self._is_filled(now.turn):
             return False
         place, now.turn = now.turn, None
-        total = self._buckets[place].add()
+        total = self._buckets[place].reduce()
         assert total is not None, "it is filled"
         if total.numel():
             now.abreast.start(place, total)
         else:
             self._deliver(place, now)
-        now.turn = self._hear(now, told)  # the leader tells one ahead, while this one crosses
+        now.turn = self._poll_turn(now, turns)  # broadcast ahead, while this one crosses
         return True
 
-    def _hear(self, now: "_Round", told: "_Turns") -> int | None:
-        """Return whose turn it is, once that is told; let the leader tell, as soon as it can."""
-        if told.request is None and now.untold and (not self._channels.leads or self._take_in(now)):
-            now.untold -= 1
-            told.ask(self._take(now) if self._channels.leads else 0)
-        if told.request is None or not told.request.Test():
+    def _poll_turn(self, now: "_Round", turns: "_TurnBroadcast") -> int | None:
+        """Return the next portion once its broadcast is over; start the broadcast if possible."""
+        may_start = turns.request is None and now.turns_left > 0
+        if may_start and (not self._channels.leads or self._queue_ready(now)):
+            now.turns_left -= 1
+            turns.start(self._take(now) if self._channels.leads else 0)
+        if turns.request is None or not turns.request.Test():
             return None
-        turn = told.turn()
+        turn = turns.turn()
         self._note("next", turn)
         return turn
 
     def _deliver(self, place: int, now: "_Round") -> None:
-        self._buckets[place].deliver(1)
-        now.given.add(place)
+        self._buckets[place].publish(1)
+        now.published.add(place)
         self._note("crossed", place)
 
     def _take(self, now: "_Round") -> int:
@@ -116,8 +114,8 @@ class PriorityReducer(BackgroundReducer):
         self._note("taken", turn)
         return turn
 
-    def _take_in(self, now: "_Round") -> bool:
-        """Take in what came; return whether any portion is ready."""
+    def _queue_ready(self, now: "_Round") -> bool:
+        """Queue portions that became ready; return whether the queue has any."""
         while self._ready:
             portion = self._ready.popleft()
             now.waiting.add(portion)
@@ -127,32 +125,32 @@ class PriorityReducer(BackgroundReducer):
 
 @dataclass(slots=True)
 class _Round:
-    """How far the portions of a round are."""
+    """Progress of the portions of a round."""
 
     count: int
     waiting: PriorityQueue  # on world rank 0: ready, and not taken
     abreast: ConcurrentReductions
-    untold: int = 0  # turns that are still to be told
-    turn: int | None = None  # told, and not started here
-    given: set[int] = field(default_factory=set)  # portions that have crossed
+    turns_left: int = 0  # turns that are still to be broadcast
+    turn: int | None = None  # broadcast, and not started here
+    published: set[int] = field(default_factory=set)  # portions that have crossed
 
     def __post_init__(self) -> None:
-        self.untold = self.count
+        self.turns_left = self.count
 
 
-class _Turns:
-    """World rank 0's words, one after the other."""
+class _TurnBroadcast:
+    """Broadcasts of the next portion from world rank 0, one at a time."""
 
     def __init__(self, comm: "MPI.Comm") -> None:
-        self._comm, self._word = comm, torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._comm, self._turn = comm, torch.zeros(1, dtype=torch.int64, device="cpu")
         self.request: MPI.Request | None = None
 
-    def ask(self, mine: int) -> None:
-        """Start to tell, or to be told; collective over the world, non-blocking."""
-        self._word[0] = mine
-        self.request = self._comm.Ibcast(sum_buffer(self._word), 0)
+    def start(self, turn: int) -> None:
+        """Start to broadcast world rank 0's turn; collective over the world, non-blocking."""
+        self._turn[0] = turn
+        self.request = self._comm.Ibcast(sum_buffer(self._turn), 0)
 
     def turn(self) -> int:
-        """Return the word, once the request is over."""
+        """Return the turn, once the request is over."""
         self.request = None
-        return int(self._word)
+        return int(self._turn)

@@ -1,1 +1,1 @@
-"""The user's optimizer, and what is known of it: how it steps, scales, and restores steps."""
+"""The user's optimizer: its traits, its steps, GradScaler support and step restoration."""

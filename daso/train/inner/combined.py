@@ -1,6 +1,5 @@
 """Several optimizers over one model, stepped as one: Muon for matrices, AdamW for the rest."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -8,38 +7,41 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from daso.errors import CheckpointError, ConfigError
-from daso.train.misuse import has_step_hooks, stepping
-
-__all__ = ["CombinedOptimizer"]
+from daso.torch_private import (
+    has_step_hooks,
+    load_state_hooks,
+    set_state_hooks,
+    set_step_hooks,
+    state_hooks,
+)
+from daso.train.inner.steps import stepping
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Steps optimizers one after the other; their groups and states are theirs, side by side.
+    """Steps several optimizers in order; groups and states remain in each of them.
 
     Args:
-        optimizers: Each of parameters of its own.
+        optimizers: The optimizers, over disjoint parameters.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        # Optimizer.__init__ is not called: it would copy groups and state, and let them drift.
+        # Optimizer.__init__ is not called: it would create separate groups and state.
         self.optimizers = list(optimizers)
         self.state = _States(self.optimizers)  # type: ignore[assignment]  # it is used as one
-        for name in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
-            setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
-        for name in ("pre", "post"):
-            setattr(self, f"_optimizer_load_state_dict_{name}_hooks", OrderedDict())
+        set_step_hooks(self)
+        set_state_hooks(self)
         self._refuse_shared()
 
     def _refuse_shared(self) -> None:
-        seen: set[int] = set()
-        for number, one in enumerate(self.optimizers):
-            mine = {id(param) for group in one.param_groups for param in group["params"]}
-            if seen & mine:
+        earlier_ids: set[int] = set()
+        for number, optimizer in enumerate(self.optimizers):
+            own_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            if earlier_ids & own_ids:
                 raise ConfigError(
                     f"a parameter must belong to one optimizer, but optimizer {number} "
-                    f"({type(one).__name__}) has some of those before it; give each its own"
+                    f"({type(optimizer).__name__}) has some of those before it; give each its own"
                 )
-            seen |= mine
+            earlier_ids |= own_ids
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers}
@@ -53,7 +55,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # never set
         """The groups of all optimizers, the same objects."""
-        return [group for one in self.optimizers for group in one.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -63,27 +65,31 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def register_step_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call a hook after each step of each optimizer."""
         return _Handles(
-            [one.register_step_post_hook(hook) for one in self.optimizers if has_step_hooks(one)]
+            [
+                optimizer.register_step_post_hook(hook)
+                for optimizer in self.optimizers
+                if has_step_hooks(optimizer)
+            ]
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
-        for one in self.optimizers:
-            one.zero_grad(set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each optimizer, in the order in which they were given."""
+        """Step each optimizer, in order."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for one in self.optimizers:
-            with stepping(one):
-                one.step()
+        for optimizer in self.optimizers:
+            with stepping(optimizer):
+                optimizer.step()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
-        """Refuse: it is not said to which optimizer parameters belong."""
+        """Raise: the optimizer to which the parameters belong is unknown."""
         raise ConfigError(
             "parameters must be added to one of several optimizers, but not to all; call "
             "optimizer.inner.optimizers[NUMBER].add_param_group(...), which is noticed at the next "
@@ -91,27 +97,29 @@ class CombinedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all optimizers as that of one: parameters are counted through."""
-        for hook in self._optimizer_state_dict_pre_hooks.values():
+        """Return the states of all optimizers as a single state_dict with consecutive indices."""
+        before_state, after_state = state_hooks(self)
+        for hook in before_state.values():
             hook(self)
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        for one in self.optimizers:
-            part, before = one.state_dict(), sum(len(group["params"]) for group in groups)
+        for optimizer in self.optimizers:
+            part, before = optimizer.state_dict(), sum(len(group["params"]) for group in groups)
             state |= {before + index: value for index, value in part["state"].items()}
             groups += [
                 {**group, "params": [before + index for index in group["params"]]}
                 for group in part["param_groups"]
             ]
-        found: dict[str, Any] = {"state": state, "param_groups": groups}
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, found)
-            found = found if changed is None else changed
-        return found
+        combined: dict[str, Any] = {"state": state, "param_groups": groups}
+        for after in after_state.values():
+            changed = after(self, combined)
+            combined = combined if changed is None else changed
+        return combined
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned for as many parameters in as many groups."""
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
+        """Load what `state_dict` returned, for the same group sizes."""
+        before_load, after_load = load_state_hooks(self)
+        for before in before_load.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         groups = list(state_dict["param_groups"])
@@ -121,18 +129,19 @@ class CombinedOptimizer(torch.optim.Optimizer):
                 f"a state of several optimizers must have groups of {sizes[1]} parameters, as they "
                 f"have, but it has {sizes[0]}; load it into the same optimizers"
             )
-        for one in self.optimizers:
-            mine, groups = groups[: len(one.param_groups)], groups[len(one.param_groups) :]
-            # Parameters are told by their place: torch's own loaders pass names instead of numbers.
-            keys = [key for group in mine for key in group["params"]]
+        for optimizer in self.optimizers:
+            count = len(optimizer.param_groups)
+            own_groups, groups = groups[:count], groups[count:]
+            # By the parameters' order: torch's own loaders pass names instead of numbers.
+            keys = [key for group in own_groups for key in group["params"]]
             state = {key: value for key, value in state_dict["state"].items() if key in keys}
-            one.load_state_dict({"state": state, "param_groups": mine})
-        for after in self._optimizer_load_state_dict_post_hooks.values():
+            optimizer.load_state_dict({"state": state, "param_groups": own_groups})
+        for after in after_load.values():
             after(self)
 
 
 class _Handles(RemovableHandle):
-    """Several hooks that go together."""
+    """Several hook handles that are removed together."""
 
     def __init__(self, handles: Sequence[RemovableHandle]) -> None:
         self._handles = handles
@@ -143,26 +152,33 @@ class _Handles(RemovableHandle):
 
 
 class _States(MutableMapping[torch.Tensor, Any]):
-    """The state of each parameter, in the optimizer that has it."""
+    """Mapping from a parameter to its state in the optimizer that trains it."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
 
     def _of(self, param: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
-        for one in self._optimizers:
-            if any(param is mine for group in one.param_groups for mine in group["params"]):
-                return one.state
+        for optimizer in self._optimizers:
+            if any(
+                param is own_param
+                for group in optimizer.param_groups
+                for own_param in group["params"]
+            ):
+                return optimizer.state
         raise KeyError(param)
 
     def __contains__(self, param: object) -> bool:
-        return any(param in one.state for one in self._optimizers)
+        return any(param in optimizer.state for optimizer in self._optimizers)
 
     def __getitem__(self, param: torch.Tensor) -> Any:
         return self._of(param)[param]
 
     def get(self, param: torch.Tensor, default: Any = None) -> Any:
-        """Return a parameter's state, and make none."""
-        return next((s[param] for o in self._optimizers if param in (s := o.state)), default)
+        """Return a parameter's state without creating it."""
+        return next(
+            (state[param] for optimizer in self._optimizers if param in (state := optimizer.state)),
+            default,
+        )
 
     def __setitem__(self, param: torch.Tensor, value: Any) -> None:
         self._of(param)[param] = value
@@ -171,7 +187,7 @@ class _States(MutableMapping[torch.Tensor, Any]):
         del self._of(param)[param]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (param for one in self._optimizers for param in one.state)
+        return (param for optimizer in self._optimizers for param in optimizer.state)
 
     def __len__(self) -> int:
-        return sum(len(one.state) for one in self._optimizers)
+        return sum(len(optimizer.state) for optimizer in self._optimizers)

@@ -1,4 +1,4 @@
-"""What an optimizer does with gradients, found by letting a copy of it step a few numbers."""
+"""Probes how an optimizer uses gradients, by steps of a copy on a few numbers."""
 
 import copy
 import math
@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["OptimizerTraits", "probe_optimizer"]
+from daso.torch_private import all_hooks
 
-SHAPE = (4, 4)  # of the parameters of a copy; some optimizers take matrices alone
-GRADIENT_SCALE = 8.0  # with gradients this much larger a linear optimizer steps as much farther
+SHAPE = (4, 4)  # of the parameters of a copy; some optimizers accept only matrices
+GRADIENT_SCALE = 8.0  # factor on gradients, and on the steps of a linear optimizer
 STEPS = 10  # RAdam begins as plain momentum
 LR, WEIGHT_DECAY = 0.5, 0.25
-HOOKS = ("pre_hooks", "post_hooks")
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTraits:
-    """How an optimizer steps the parameters of a group."""
+    """Traits of an optimizer's step on a parameter group."""
 
     normalizes: bool = False  # its step does not grow with gradients
     decays_by_lr: bool = False  # decoupled weight decay: takes lr * weight_decay of a weight
@@ -29,16 +28,16 @@ class OptimizerTraits:
 
 
 def probe_optimizer(inner: torch.optim.Optimizer) -> list[OptimizerTraits] | None:
-    """Return the traits of each parameter group; None where they cannot be told."""
-    if several := getattr(inner, "optimizers", None):
-        found = [probe_optimizer(one) for one in several]
-        return None if None in found else [trait for traits in found for trait in traits or ()]
+    """Return the traits of each parameter group; None if the probe fails."""
+    if optimizers := getattr(inner, "optimizers", None):
+        probed = [probe_optimizer(optimizer) for optimizer in optimizers]
+        return None if None in probed else [trait for traits in probed for trait in traits or ()]
     if getattr(inner, "is_linear", False):
         return [OptimizerTraits() for _ in inner.param_groups]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
             return _probe(inner)
-        except Exception:  # a closure is needed, a size, a device: whatever an optimizer may want
+        except Exception:  # an optimizer may need a closure, a size, a device, ...
             return None
 
 
@@ -68,11 +67,11 @@ def _probe(inner: torch.optim.Optimizer) -> list[OptimizerTraits]:
 
 
 class _Copy:
-    """A copy of an optimizer, with one parameter of our own in each group.
+    """Copy of an optimizer, with one small test parameter in each group.
 
     Args:
         inner: The optimizer.
-        weight_decay: Of groups that have one.
+        weight_decay: Weight decay of groups that have one.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, weight_decay: float) -> None:
@@ -85,32 +84,30 @@ class _Copy:
         memo: dict[int, Any] = {}
         for param, group in zip(self.params, inner.param_groups, strict=True):
             groups.append({**group, "params": [param], **_on_host(group, weight_decay)})
-            # Whatever else holds a parameter of the user's, a copy of it holds ours.
+            # Other references to the user's parameters become references to the copy's.
             memo |= {id(theirs): param for theirs in group["params"]}
         memo |= {id(inner.param_groups): groups, id(inner.state): defaultdict(dict)}
-        memo |= {
-            id(value): OrderedDict() for name, value in vars(inner).items() if name.endswith(HOOKS)
-        }
-        # Not copy.deepcopy(inner): torch's copies have groups, state and defaults alone.
+        memo |= {id(hooks): OrderedDict() for hooks in all_hooks(inner)}
+        # Not copy.deepcopy(inner): torch copies groups, state and defaults only.
         self.optimizer = type(inner).__new__(type(inner))
         memo[id(inner)] = self.optimizer
         vars(self.optimizer).update(copy.deepcopy(vars(inner), memo))
         if type(inner) is torch.optim.Adagrad:
-            # Which begins to remember when it is made, in some versions of torch then alone.
+            # Adagrad creates its state in the constructor, in some versions of torch only there.
             start = inner.defaults["initial_accumulator_value"]
-            anew = torch.optim.Adagrad(groups, initial_accumulator_value=start)
-            self.optimizer.state.update(anew.state)
+            fresh = torch.optim.Adagrad(groups, initial_accumulator_value=start)
+            self.optimizer.state.update(fresh.state)
 
     def step(self, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Take a step with this gradient of every parameter; return how each changed."""
+        """Take a step with this gradient for every parameter; return the change of each."""
         before = [param.detach().clone() for param in self.params]
         for param in self.params:
             param.grad = gradient.clone()
-        type(self.optimizer).step(self.optimizer)  # not what a scheduler put in its place
+        type(self.optimizer).step(self.optimizer)  # not a scheduler's wrapper of step
         return [param.detach() - old for param, old in zip(self.params, before, strict=True)]
 
     def states(self) -> list[dict[str, torch.Tensor]]:
-        """Return for each parameter copies of its state that has its shape."""
+        """Return copies of the state tensors of each parameter that have its shape."""
         return [
             {
                 key: value.detach().clone()
@@ -124,7 +121,7 @@ class _Copy:
 
 
 def _on_host(group: Mapping[str, Any], weight_decay: float) -> dict[str, Any]:
-    """Return settings of a group for a few numbers on the host."""
+    """Return settings with which a group can step a few numbers on the host."""
     settings = {"lr": LR, "weight_decay": weight_decay, "capturable": False, "fused": None}
     return {key: value for key, value in settings.items() if key in group}
 
@@ -132,14 +129,14 @@ def _on_host(group: Mapping[str, Any], weight_decay: float) -> dict[str, Any]:
 def _decays(
     before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], *, signed: bool
 ) -> list[float]:
-    """Return the decays of running means: of states with both signs, or of those without."""
+    """Return the decays of running means: of signed states, or of non-negative ones."""
     keys = [key for key in before if key in after and bool((before[key] < 0).any()) == signed]
     decays = [_decay(before[key], after[key]) for key in keys]
     return [decay for decay in decays if decay is not None]
 
 
 def _decay(before: torch.Tensor, after: torch.Tensor) -> float | None:
-    """Return what is left of a running mean whose next number was 0; None: it is none."""
+    """Return the decay of a running mean after an input of 0; None if it is no such mean."""
     nonzero = before != 0
     ratios = after[nonzero] / before[nonzero]
     decay = round(float(ratios.double().mean()), 5)

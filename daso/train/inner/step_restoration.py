@@ -13,20 +13,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from daso.plan import options
-from daso.plan.header import Tally
+from daso.plan.exchange import Tally
 from daso.plan.step_restoration import required_gain
+from daso.torch_private import has_step_hooks, post_step_hooks, version_of
 from daso.train.inner.optimizer_probe import OptimizerTraits, probe_optimizer
-from daso.train.model.hooks import Hook, nothing
-
-__all__ = [
-    "Restorations",
-    "StepRestoration",
-    "first_post_hook",
-    "make_restorations",
-]
+from daso.train.model.one_copy import Hook, nothing
 
 logger = logging.getLogger("daso")
-SCALED = ("lr", "weight_decay")  # settings of a group that change while it steps
+SCALED = ("lr", "weight_decay")  # settings of a group that are scaled during a step
 
 
 Settings = dict[str, Any]  # of a parameter group
@@ -43,7 +37,7 @@ class StepEndHook:
         self._call(inner.param_groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (nothing,)  # a copy of the optimizer steps for itself
+        return Hook, (nothing,)  # a copy of the optimizer has no session
 
 
 def first_post_hook(
@@ -51,21 +45,21 @@ def first_post_hook(
 ) -> RemovableHandle:
     """Call a function with the parameter groups after each step, ahead of other step hooks."""
     handle: RemovableHandle = inner.register_step_post_hook(StepEndHook(call))
-    hooks: Any = inner._optimizer_step_post_hooks  # an ordered dictionary
+    hooks: Any = post_step_hooks(inner)  # an ordered dictionary
     hooks.move_to_end(handle.id, last=False)
     return handle
 
 
 class StepRestoration:
-    """Multiplies learning rates by a gain while the inner optimizer steps, and only then.
+    """Multiplies learning rates by a gain during the inner optimizer's step only.
 
     Learning rate schedulers and users see their own rates, in step hooks too. A rate that the
-    optimizer changes while it steps stays changed. Weight decay that takes lr * weight_decay of a
-    weight is no shorter in a mean, and stays what it is.
+    optimizer changes during its step stays changed. Decoupled weight decay (lr * weight_decay of a
+    weight) is not shortened by a mean, and is not scaled.
 
     Args:
         inner: The user's optimizer.
-        traits: Of its groups.
+        traits: Traits of its groups.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, traits: Sequence[OptimizerTraits]) -> None:
@@ -79,13 +73,13 @@ class StepRestoration:
         self.memory = _mean([trait.memory for trait in traits], weights)
 
     def required_gain(self, tally: Tally, *, nodes: int, batches: int) -> float:
-        """Return the gain that an exchange would have needed; 0: it was not measured."""
+        """Return the gain that an exchange would have needed; 0 if it was not measured."""
         return required_gain(
             tally.distance, tally.moved, nodes=nodes, batches=batches, momentum=self.momentum
         )
 
     def begin(self, gain: float) -> None:
-        """Multiply learning rates."""
+        """Multiply the learning rates by the gain."""
         self.end()
         if gain == 1.0:
             return
@@ -96,31 +90,38 @@ class StepRestoration:
             group["lr"] = group["lr"] * gain
             if trait.decays_by_lr:
                 group["weight_decay"] = group["weight_decay"] / gain
-            kept = {key: Setting.of(value, group[key]) for key, value in before.items()}
-            self._scaled.append((group, kept))
+            settings = {key: Setting.of(value, group[key]) for key, value in before.items()}
+            self._scaled.append((group, settings))
 
     def end(self, groups: Sequence[Settings] | None = None) -> None:
-        """Put back the settings of these groups, or of all; idempotent."""
+        """Restore the settings of these groups, or of all; idempotent."""
         waiting = []
-        for group, kept in self._scaled:
+        for group, settings in self._scaled:
             if groups is None or any(group is other for other in groups):
-                group.update({key: one.unscaled(group[key]) for key, one in kept.items()})
+                group.update(
+                    {key: setting.unscaled(group[key]) for key, setting in settings.items()}
+                )
             else:
-                waiting.append((group, kept))
+                waiting.append((group, settings))
         self._scaled = waiting
 
     @contextmanager
+    def scaled_without_hooks(self, gain: float) -> Iterator[None]:
+        """Scale the learning rates inside the context."""
+        self.begin(gain)
+        try:
+            yield
+        finally:
+            self.end()
+
+    @contextmanager
     def scaled(self, gain: float) -> Iterator[None]:
-        """Let steps inside be longer by a factor."""
+        """Scale the learning rates inside the context, until the inner optimizer has stepped."""
         if gain == 1.0:
             yield
             return
         parts = getattr(self._inner, "optimizers", [self._inner])
-        hooks = [
-            first_post_hook(part, self.end)
-            for part in parts
-            if hasattr(part, "_optimizer_step_post_hooks")
-        ]
+        hooks = [first_post_hook(part, self.end) for part in parts if has_step_hooks(part)]
         try:
             self.begin(gain)
             yield
@@ -132,24 +133,24 @@ class StepRestoration:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting of a parameter group that is scaled while the optimizer steps."""
+    """Setting of a parameter group that is scaled during a step."""
 
-    before: Any  # of the user's: a number or a tensor
+    before: Any  # the user's value: a number or a tensor
     scaled: Any
 
     @classmethod
     def of(cls, before: Any, scaled: Any) -> "Setting":
-        """Keep both, the scaled one as it is now."""
+        """Record both values; copy a scaled tensor."""
         tensor = isinstance(scaled, torch.Tensor)
-        return cls(before, (scaled, scaled._version, scaled.clone()) if tensor else scaled)
+        return cls(before, (scaled, version_of(scaled), scaled.clone()) if tensor else scaled)
 
     def unscaled(self, now: Any) -> Any:
-        """Return the user's setting, with the change that the step made; without a device sync."""
+        """Return the user's setting with the change by the step; without a device sync."""
         if not isinstance(self.scaled, tuple):
             same = not self.scaled or bool(now == self.scaled)
             return self.before if same else now * (self.before / self.scaled)
         tensor, version, scaled = self.scaled
-        if now is tensor and now._version == version:
+        if now is tensor and version_of(now) == version:
             return self.before
         return self.before.copy_(now * (self.before / scaled))
 
@@ -164,12 +165,17 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
 class Restorations:
     """Restorations of one inner optimizer; at most one of them exists."""
 
-    always: StepRestoration | None = None  # of an optimizer that normalizes
-    clipped: StepRestoration | None = None  # of a linear one, where gradients are clipped
+    always: StepRestoration | None = None  # for an optimizer that normalizes
+    clipped: StepRestoration | None = None  # for a linear one with clipped gradients
+
+    @property
+    def existing(self) -> StepRestoration | None:
+        """The existing restoration, if any."""
+        return self.always or self.clipped
 
     @property
     def momentums(self) -> tuple[float | None, float | None]:
-        """The momentum of each; None where it does not exist."""
+        """Momentum of each restoration; None if it does not exist."""
         always, clipped = self.always, self.clipped
         return (
             None if always is None else always.momentum,
@@ -178,36 +184,39 @@ class Restorations:
 
     @property
     def traits(self) -> list[list[OptimizerTraits]]:
-        """The traits of each, to compare on ranks."""
-        return [[] if one is None else list(one.traits) for one in (self.always, self.clipped)]
+        """Traits of each restoration, to compare between ranks."""
+        return [
+            [] if restoration is None else list(restoration.traits)
+            for restoration in (self.always, self.clipped)
+        ]
 
 
 def make_restorations(
-    inner: torch.optim.Optimizer, settings: options.Settings, *, says: bool
+    inner: torch.optim.Optimizer, settings: options.Settings, *, warns: bool
 ) -> Restorations:
-    """Make the restorations that an optimizer needs, by a few steps of copies of it."""
+    """Create the restorations that an optimizer needs, by a probe of its traits."""
     if not settings.may_restore_steps:
         return Restorations()
     traits = probe_optimizer(inner)
     if traits is None and settings.exchange.step_restoration == "on":
         traits = [OptimizerTraits(normalizes=True) for _ in inner.param_groups]
     if traits is None:
-        if says:
+        if warns:
             logger.warning(
-                "whether %s divides by the size of its gradients, as Adam does, could not be told, "
-                "and steps are not restored; pass exchange=daso.Exchange(step_restoration='on') if "
+                "it is unknown whether %s divides by the size of its gradients, as Adam does, so "
+                "steps are not restored; pass exchange=daso.Exchange(step_restoration='on') if "
                 "it does, or 'off'",
                 type(inner).__name__,
             )
         return Restorations()
-    if any(one.normalizes for one in traits):
+    if any(trait.normalizes for trait in traits):
         return Restorations(always=StepRestoration(inner, traits))
     return Restorations(clipped=_of_clipped_steps(inner))
 
 
 def _of_clipped_steps(inner: torch.optim.Optimizer) -> StepRestoration | None:
     momentums = [float(group.get("momentum") or 0.0) for group in inner.param_groups]
-    # Weight decay joins the gradient behind the clipping: a mean does not shorten it.
+    # Weight decay is added to the gradient after clipping: a mean does not shorten it.
     traits = [
         OptimizerTraits(normalizes=True, decays_by_lr="weight_decay" in group, momentum=momentum)
         for group, momentum in zip(inner.param_groups, momentums, strict=True)

@@ -1,1 +1,1 @@
-"""What is trained: parameters, their gradients and memory, hooks on modules."""
+"""The trained model: parameters, their gradients and memory, hooks on modules."""

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
-__all__ = ["Misfit", "misfit", "remedy"]
-
 
 class Misfit(IntEnum):
     """Reasons in ascending order; the message gives the highest of all ranks."""
@@ -21,18 +19,21 @@ class Misfit(IntEnum):
 
 
 _WORDS = {
-    Misfit.ONE_COPY: ("one copy for all ranks", "to go on exactly, save state_dict() of each rank"),
+    Misfit.ONE_COPY: (
+        "one copy for all ranks",
+        "to resume exactly, save state_dict() of each rank",
+    ),
     Misfit.RANK: (
         "the state of another rank",
-        "to go on exactly, save state_dict() of each rank, and load it on that rank",
+        "to resume exactly, save state_dict() of each rank, and load it on that rank",
     ),
-    Misfit.SETUP: ("the state of other options", "to go on exactly, pass the same keywords"),
+    Misfit.SETUP: ("the state of other options", "to resume exactly, pass the same keywords"),
     Misfit.MODEL: ("the state of another model", "load the one of this model"),
     Misfit.WORLD: (
         "the state of other ranks or nodes",
         "call synchronize(optimizer_state=True) before saving, and nothing is lost by that",
     ),
-    Misfit.UNOPENED: ("the state of a copy before its first step", "save it behind a step"),
+    Misfit.UNOPENED: ("the state of a copy before its first step", "save it after a step"),
     Misfit.NOTHING: ("a state without daso's part", "save state_dict() of daso's optimizer"),
 }
 
@@ -55,5 +56,5 @@ def misfit(state: Mapping[str, Any] | None, shape: Mapping[str, Any] | None) -> 
 
 
 def remedy(reason: Misfit) -> tuple[str, str]:
-    """Return the words for the loaded state, and the remedy."""
+    """Return the description of the loaded state, and the remedy."""
     return _WORDS[reason]

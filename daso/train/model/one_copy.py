@@ -1,7 +1,7 @@
-"""Keeps `torch.distributed.checkpoint` from mixing what nodes hold apart.
+"""Hooks on modules; one prevents `torch.distributed.checkpoint` from mixing nodes' parameters.
 
-It saves one copy of what all ranks hold: some rank's of each tensor. Between exchanges nodes hold
-parameters of their own, and their optimizers states of their own.
+It saves a single copy of each tensor, from some rank. Between exchanges, parameters and optimizer
+state differ between nodes.
 """
 
 import json
@@ -16,19 +16,17 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from daso.errors import CheckpointError
-from daso.train.model.hooks import Hook, nothing
-
-__all__ = ["KEY", "OneCopy", "is_saving_one_copy", "packed", "refuse", "unpacked"]
+from daso.torch_private import COMPILED_INSIDE, disable_dynamo
 
 logger = logging.getLogger("daso")
-SAVER = "torch.distributed.checkpoint"  # modules whose calls want one copy of all ranks
+SAVER = "torch.distributed.checkpoint"  # package whose calls save one copy for all ranks
 LOADER = f"{SAVER}.state_dict_loader"
-LOADS = {"_load_optim_state_dict", "_load_model_state_dict"}  # ask what there is, to overwrite it
-KEY = "daso"  # of our part of a state_dict
+LOADS = {"_load_optim_state_dict", "_load_model_state_dict"}  # read a state to overwrite it
+KEY = "daso"  # of daso's part of a state_dict
 
 
 def is_saving_one_copy() -> bool:
-    """Return whether torch.distributed.checkpoint asks for a state now, to save it."""
+    """Return whether torch.distributed.checkpoint is reading a state now, to save it."""
     frame, saves = sys._getframe(1), False
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -40,13 +38,32 @@ def is_saving_one_copy() -> bool:
     return saves
 
 
+class Hook:
+    """Hook that calls a function; in a copy of the module it does nothing."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    @disable_dynamo
+    def __call__(self, *_: Any) -> None:
+        """Call the function."""
+        self._call()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (nothing,)
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
 class OneCopy:
-    """Looks at who asks for a model's state while nodes hold parameters of their own.
+    """Guards reads of a model's state while parameters differ between nodes.
 
     Args:
-        module: The model; what wraps it (DDP, a compiled module) may be given too.
-        apart: Asked whether nodes hold different parameters; not kept alive.
-        warns: Asked whether this rank says what is wrong; not kept alive.
+        module: The model, or a wrapper of it (DDP, a compiled module).
+        apart: Returns whether nodes hold different parameters; held by a weak reference.
+        warns: Returns whether this rank logs warnings; held by a weak reference.
     """
 
     def __init__(
@@ -56,28 +73,28 @@ class OneCopy:
         warns: Callable[[], bool],
     ) -> None:
         self._apart, self._warns = weakref.WeakMethod(apart), weakref.WeakMethod(warns)
-        self._told = False
-        inside = (getattr(module, name, None) for name in ("module", "_orig_mod"))
-        models = (module, *(one for one in inside if isinstance(one, torch.nn.Module)))
-        scripted = torch.jit.ScriptModule  # has no such hooks: nothing is noticed there
+        self._warned = False
+        inside = (getattr(module, name, None) for name in ("module", COMPILED_INSIDE))
+        models = (module, *(model for model in inside if isinstance(model, torch.nn.Module)))
+        scripted = torch.jit.ScriptModule  # has no such hooks
         self._handles = [
-            one.register_state_dict_pre_hook(self)
-            for one in models
-            if not isinstance(one, scripted)
+            model.register_state_dict_pre_hook(self)
+            for model in models
+            if not isinstance(model, scripted)
         ]
         weakref.finalize(apart.__self__, _remove, self._handles).atexit = False  # type: ignore[attr-defined]
 
     def __call__(self, *_: object) -> None:
-        """Look at who asks for the model's state."""
+        """Raise or warn if the state is read while parameters differ between nodes."""
         apart = self._apart()
         if apart is None or not apart():
             return
         if is_saving_one_copy():
             refuse("parameters", "synchronize()")
         warns = self._warns()
-        if self._told or warns is None or not warns() or not _is_one_world():
+        if self._warned or warns is None or not warns() or not _is_one_world():
             return
-        self._told = True
+        self._warned = True
         logger.warning(
             "model.state_dict() has this node's parameters, which differ from other nodes' between "
             "exchanges: torch.distributed.checkpoint would mix them; call optimizer.synchronize() "
@@ -88,7 +105,7 @@ class OneCopy:
         return Hook, (nothing,)  # a copy of the model has no optimizer
 
     def close(self) -> None:
-        """Take the hook off; idempotent."""
+        """Remove the hooks; idempotent."""
         _remove(self._handles)
 
 
@@ -98,7 +115,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 def refuse(what: str, remedy: str) -> None:
-    """Raise: what nodes hold is not the same."""
+    """Raise CheckpointError because nodes differ."""
     raise CheckpointError(
         f"{SAVER} keeps one copy for all ranks, so {what} must be the same on all nodes, but "
         f"between exchanges they differ; call optimizer.{remedy} before it, or save each rank's "
@@ -107,13 +124,13 @@ def refuse(what: str, remedy: str) -> None:
 
 
 def packed(state_dict: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict whose first group carries a session's state: other keys are lost."""
+    """Return a state_dict with a session's state in its first group; other keys are lost."""
     first, *rest = state_dict["param_groups"]
     return {**state_dict, "param_groups": [{**first, KEY: json.dumps(state)}, *rest]}
 
 
 def unpacked(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return a state_dict without what `packed` added, and that; None if there is none."""
+    """Return a state_dict without the state that `packed` added, and that state or None."""
     groups = state_dict.get("param_groups")
     if not isinstance(groups, list) or not any(KEY in group for group in groups):
         return state_dict, None

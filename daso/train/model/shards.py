@@ -1,6 +1,6 @@
 """Parameters that are sharded inside a node: DTensors of FSDP2 and of tensor parallelism.
 
-Between nodes, ranks of equal place hold the same shards, and exchange those. Whoever shards also
+Ranks of equal place in their nodes hold the same shards, and exchange them. The sharding framework
 averages gradients inside the node.
 """
 
@@ -10,21 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from daso.comm.control import STALL_SECONDS, gather_in_lane
 from daso.comm.topology import Topology
 from daso.errors import LayoutError
+from daso.torch_private import local_tensor, sharded_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-__all__ = [
-    "check_shards",
-    "is_sharded",
-    "local_part",
-    "parts_of",
-    "refusal",
-    "sharding_of",
-    "split_axes",
-]
 
 REMEDY = "shard over daso.init(torch_backend=...).mesh['local'], the ranks of one node"
 
@@ -35,15 +27,15 @@ def is_sharded(tensor: object) -> bool:
 
 
 def split_axes(tensor: torch.Tensor) -> tuple[bool, ...]:
-    """Return along which axes of its mesh a tensor is split; along the others are copies."""
+    """Return a flag per mesh axis: split (True) or replicated."""
     if not is_sharded(tensor):
         return ()
-    # Not is_shard(): what FSDP2 splits of what tensor parallelism has split says no to it.
+    # Not is_shard(): it is False for FSDP2 shards of tensor-parallel shards.
     return tuple(not placement.is_replicate() for placement in cast("DTensor", tensor).placements)
 
 
 def parts_of(tensor: torch.Tensor) -> int:
-    """Return over how many ranks of a node a tensor is split."""
+    """Return the number of ranks over which a tensor is split."""
     if not is_sharded(tensor):
         return 1
     sizes = cast("DTensor", tensor).device_mesh.shape
@@ -51,7 +43,7 @@ def parts_of(tensor: torch.Tensor) -> int:
 
 
 def sharding_of(tensor: torch.Tensor) -> str:
-    """Return how a tensor is sharded, as text that is the same on every rank; "" if it is not."""
+    """Return the sharding of a tensor as text, equal on every rank; "" if it is not sharded."""
     if not is_sharded(tensor):
         return ""
     spread = cast("DTensor", tensor)
@@ -59,16 +51,16 @@ def sharding_of(tensor: torch.Tensor) -> str:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a parameter, in place of a tensor."""
+    """Return this rank's shard of a parameter as a tensor-like; a plain tensor unchanged."""
     if not is_sharded(tensor):
         return tensor
     return cast("torch.Tensor", LocalShard(cast("DTensor", tensor)))
 
 
 class LocalShard:
-    """This rank's part of a sharded parameter, with what training asks of a tensor.
+    """This rank's shard of a parameter, with the tensor methods that training needs.
 
-    The part is looked up anew each time: FSDP2 and users may replace it.
+    The shard is looked up at each call: FSDP2 and users may replace it.
 
     Args:
         param: The parameter.
@@ -78,23 +70,23 @@ class LocalShard:
         self.param = param
 
     def detach(self) -> torch.Tensor:
-        """Return the part itself, sharing memory."""
-        # to_local() takes 20 times as long, and some of this is asked of each parameter at a step.
-        return self.param._local_tensor.detach()
+        """Return the shard as a tensor, sharing memory."""
+        # Not to_local(), which is slower: called for each parameter at a step.
+        return local_tensor(self.param).detach()
 
     def data_ptr(self) -> int:
-        """Return where the part lies."""
-        return self.param._local_tensor.data_ptr()
+        """Return the address of the shard."""
+        return local_tensor(self.param).data_ptr()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.detach(), name)  # shape, dtype, numel(), ...
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """This rank's part of the gradient, sharing memory.
+        """This rank's shard of the gradient, sharing memory.
 
-        Where backward left it spread otherwise than the parameter (a sum that ranks hold in part,
-        of sequence parallelism), it is spread alike first: collective over the node then.
+        A gradient with other placements than the parameter (partial sums of sequence parallelism)
+        is redistributed first, which is collective over the node.
         """
         grad = cast("DTensor | None", self.param.grad)
         if grad is None:
@@ -103,64 +95,70 @@ class LocalShard:
             with torch.no_grad():
                 grad = grad.redistribute(placements=self.param.placements)
             self.param.grad = grad
-        return grad._local_tensor
+        return local_tensor(grad)
 
     @grad.setter
     def grad(self, part: torch.Tensor | None) -> None:
         if part is None:
             self.param.grad = None
             return
-        from torch.distributed.tensor import DTensor
-
-        # Not from_local(): it moves what FSDP2 keeps on the host to the mesh's device.
-        self.param.grad = DTensor(part, self.param._spec, requires_grad=False)
+        self.param.grad = sharded_like(part, self.param)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., None]) -> Any:
-        """Call a hook with this part whenever the parameter's gradient is there."""
+        """Call a hook with this shard after each accumulation of the parameter's gradient."""
         return self.param.register_post_accumulate_grad_hook(lambda _: hook(self))
 
 
 def refusal(named: Iterable[tuple[str, torch.Tensor]], what: str, remedy: str) -> str | None:
-    """Return why parameters are refused where sharded ones cannot be; None where none is."""
+    """Return the error text for sharded parameters where they are unsupported, or None."""
     name = next((name for name, tensor in named if is_sharded(tensor)), None)
     return name and f"parameters must be plain tensors {what}, but {name} is sharded; {remedy}"
 
 
-def check_shards(named: Iterable[tuple[str, torch.Tensor]], topology: Topology) -> bool:
-    """Return whether parameters are sharded; check that it is inside nodes, alike on all of them.
+def check_shards(
+    named: Iterable[tuple[str, torch.Tensor]],
+    topology: Topology,
+    timeout_seconds: float = STALL_SECONDS,
+) -> bool:
+    """Return whether parameters are sharded; check that all nodes shard them equally inside.
 
     Collective over the world; blocking.
     """
     sharded = [(name, tensor) for name, tensor in named if is_sharded(tensor)]
-    if not topology.equal_on_all_ranks(bool(sharded)):
+    if not topology.equal_on_all_ranks(bool(sharded), timeout_seconds):
         topology.raise_on_all_ranks(
             "a model must be sharded on every rank or on none, but it is on some; build it in the "
             "same way everywhere",
             LayoutError,
+            timeout_seconds,
         )
     if not sharded:
         return False
     from daso.comm.process_group import ranks_of_group
 
     ranks = ranks_of_group(topology)
-    problems = (_problem(name, cast("DTensor", one), ranks, topology) for name, one in sharded)
-    topology.raise_on_all_ranks(next(filter(None, problems), None), LayoutError)
-    # Equal places hold equal shards only where the mesh has them in equal order.
-    places = [tuple(cast("DTensor", one).device_mesh.get_coordinate() or ()) for _, one in sharded]
-    same = topology.lane_comm.allgather(places)
+    problems = (_problem(name, cast("DTensor", param), ranks, topology) for name, param in sharded)
+    problem = next(filter(None, problems), None)
+    topology.raise_on_all_ranks(problem, LayoutError, timeout_seconds)
+    # Equal places hold equal shards only if the meshes list them in the same order.
+    places = [
+        tuple(cast("DTensor", param).device_mesh.get_coordinate() or ()) for _, param in sharded
+    ]
+    same = gather_in_lane(topology, places, timeout_seconds)
     topology.raise_on_all_ranks(
         None
         if all(other == same[0] for other in same)
         else f"ranks of equal place in their nodes must hold the same shards, but the meshes of "
         f"nodes have their ranks in another order; {REMEDY}",
         LayoutError,
+        timeout_seconds,
     )
     return True
 
 
-def _problem(name: str, one: "DTensor", ranks: Sequence[int], topology: Topology) -> str | None:
-    """Return why a sharded parameter cannot be exchanged; None if it can."""
-    mesh = sorted(one.device_mesh.mesh.flatten().tolist())
+def _problem(name: str, param: "DTensor", ranks: Sequence[int], topology: Topology) -> str | None:
+    """Return the reason why a sharded parameter cannot be exchanged; None if it can."""
+    mesh = sorted(param.device_mesh.mesh.flatten().tolist())
     if len(set(topology.node_sizes)) > 1:
         return (
             f"nodes must have the same number of ranks where parameters are sharded, but they have "
@@ -176,9 +174,9 @@ def _problem(name: str, one: "DTensor", ranks: Sequence[int], topology: Topology
             f"parameters must be sharded over all {len(ranks)} ranks of a node, but {name} is over "
             f"{len(mesh)} of them; {REMEDY}"
         )
-    if any(placement.is_partial() for placement in one.placements):
+    if any(placement.is_partial() for placement in param.placements):
         return (
             f"ranks must hold values of parameters, but of {name} they hold terms of a sum "
-            f"({one.placements}); redistribute() it to Shard or Replicate"
+            f"({param.placements}); redistribute() it to Shard or Replicate"
         )
     return None

@@ -1,1 +1,1 @@
-"""Training that goes on when nodes are lost, and takes in spare ones."""
+"""Elastic training: continues without lost nodes, and replaces them by spare ones."""

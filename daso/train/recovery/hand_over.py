@@ -1,4 +1,4 @@
-"""Gives ranks that were spare until now what rank 0 has: parameters, buffers, optimizer state."""
+"""Copies parameters, buffers and optimizer state from rank 0 to former spare ranks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -7,19 +7,16 @@ from typing import Any
 
 import torch
 
-from daso.comm.collectives import finish, first_value
-from daso.comm.dtypes import byte_buffer
+from daso.comm.control import broadcast, broadcast_row
 from daso.comm.mpi import load
 from daso.comm.topology import Topology
 
-__all__ = ["hand_over", "share_settings"]
-
-PART_BYTES = 1 << 24  # that are sent at a time
+PART_BYTES = 1 << 24  # maximum size of a message
 
 
 @dataclass(frozen=True, slots=True)
 class _Blank:
-    """What a tensor is like, without its values."""
+    """Shape, type and device of a tensor, without its values."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -37,15 +34,15 @@ class _Blank:
 def share_settings(
     topology: Topology, inner: torch.optim.Optimizer, new: Sequence[int], timeout_seconds: float
 ) -> None:
-    """Give ranks that are new what groups of rank 0's optimizer say, and room for its state.
+    """Copy rank 0's parameter group settings to new ranks, and allocate its optimizer state there.
 
-    Also which parameters are frozen. An error is that of the new rank alone.
+    Also the set of frozen parameters. An error is raised on the new rank only.
 
     Collective over the world; blocking.
     """
-    told = first_value(topology, _settings(inner), timeout_seconds)
+    settings = broadcast(topology, _settings(inner), timeout_seconds)
     if topology.rank in new:
-        _take(inner, *told)
+        _take(inner, *settings)
 
 
 def hand_over(
@@ -55,27 +52,27 @@ def hand_over(
     new: Sequence[int],
     timeout_seconds: float,
 ) -> None:
-    """Make tensors, and an optimizer's state, of some ranks equal to world rank 0's.
+    """Copy tensors, and an optimizer's state, from world rank 0 to new ranks.
 
     Args:
-        topology: Whose world.
+        topology: The ranks and nodes.
         inner: The optimizer, after `share_settings`.
-        tensors: As many, and of the same shapes, on all ranks.
-        new: World ranks that are given them; not 0.
-        timeout_seconds: How long to wait for a part at most.
+        tensors: Tensors, of the same number and shapes on all ranks.
+        new: World ranks that receive the values; not 0.
+        timeout_seconds: Limit of each wait for a part.
 
     Collective over the world; blocking.
     """
     mpi, rank = load(), topology.rank
-    takes_part = rank == 0 or rank in new
-    comm = topology.world_comm.Split(0 if takes_part else mpi.UNDEFINED, rank)
-    if not takes_part:
+    is_member = rank == 0 or rank in new
+    comm = topology.world_comm.Split(0 if is_member else mpi.UNDEFINED, rank)
+    if not is_member:
         return
     with torch.no_grad():
         for tensor in (*tensors, *_state_tensors(inner)):
             for part in _parts(tensor):
                 row = part.cpu().contiguous()
-                finish(topology, comm.Ibcast(byte_buffer(row.view(-1))), timeout_seconds)
+                broadcast_row(topology, row.view(-1), 0, timeout_seconds, comm)
                 if rank != 0:
                     part.copy_(row)
     comm.Free()
@@ -88,7 +85,7 @@ def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _settings(
     inner: torch.optim.Optimizer,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[bool]]:
-    """Return what groups say, what the state of each parameter is like, and which are trained."""
+    """Return group settings, the shape of each parameter's state, and flags of trained ones."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
     states = [
         {
@@ -106,11 +103,11 @@ def _take(
     states: list[dict[str, Any]],
     trained: list[bool],
 ) -> None:
-    """Take up what groups say, and make room for the state."""
+    """Apply group settings, and allocate the optimizer state."""
     for param, is_trained in zip(_parameters(inner), trained, strict=True):
         param.requires_grad_(is_trained)
-    for group, said in zip(inner.param_groups, groups, strict=True):
-        group.update(said)
+    for group, settings in zip(inner.param_groups, groups, strict=True):
+        group.update(settings)
     for param, state in zip(_parameters(inner), states, strict=True):
         with suppress(KeyError):
             del inner.state[param]
@@ -129,7 +126,7 @@ def _state_tensors(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cut what is large; views, that can be written to."""
+    """Yield writable views of a tensor, of at most `PART_BYTES` each if it is contiguous."""
     values = tensor.detach()
     if values.is_contiguous() and values.numel():
         yield from values.view(-1).split(max(1, PART_BYTES // values.element_size()))

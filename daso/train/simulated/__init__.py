@@ -1,1 +1,1 @@
-"""The nodes of a training in one process, bit for bit as ranks would train."""
+"""The nodes of a training in one process, bit for bit, and emulated links between real nodes."""

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from daso.comm.allreduce.runners import SequentialAllReduce
-from daso.comm.dtypes import accumulator
+from daso.comm.reduction import accumulator
 from daso.kernels.codecs import Codec, codec_named
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.cost_model import choose_plan
@@ -15,8 +15,6 @@ from daso.plan.options import Settings
 from daso.train.gradients.compression import CompressedSum, compressed_chunks
 from daso.train.model.params import Named, flat_view
 
-__all__ = ["SimulatedGradients"]
-
 
 class SimulatedGradients:
     """Averages gradients of nodes of one rank each, bucket by bucket.
@@ -24,13 +22,13 @@ class SimulatedGradients:
     Args:
         named: Names and parameters, for each node.
         wire: "bf16", "int8" or "int4".
-        settings: How to exchange; buckets of a size that is searched are of another one here.
+        settings: Settings of exchanges; if the size of buckets is searched, it differs here.
     """
 
     def __init__(self, named: Sequence[Named], wire: str, settings: Settings) -> None:
         self._named, self._wire, self._settings = named, wire, settings
-        # Of parameters, as they become ready in the first round that is averaged; those that come
-        # before it count as well.
+        # Parameters in the order in which their gradients became ready, up to the end of the first
+        # averaged round.
         self._order: list[int] = []
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._note, index))
@@ -52,13 +50,13 @@ class SimulatedGradients:
             self._means.clear()
 
     def forget(self) -> None:
-        """Forget what was rounded away."""
+        """Forget all residuals."""
         self._residuals.clear()
         self._rounded.clear()
         self._means.clear()
 
     def average(self) -> int:
-        """Replace gradients by their mean over nodes; return the bytes that all would send."""
+        """Replace gradients by their mean over nodes; return the bytes that nodes would send."""
         everything = range(len(self._named[0]))
         self._order += [at for at in reversed(everything) if at not in self._order]
         order = self._order
@@ -113,7 +111,7 @@ class SimulatedGradients:
     def _exchange(
         self, dtype: torch.dtype, codec: Codec, plan: AllReducePlan
     ) -> SequentialAllReduce:
-        """Return what takes means of gradients of a type by a plan."""
+        """Return the all-reduce of gradients of a type by a plan."""
         if (dtype, plan) not in self._means:
             nodes = len(self._named)
             rounded = self._rounded.setdefault(dtype, [{} for _ in range(nodes)])

@@ -1,11 +1,10 @@
-"""Many nodes of one rank each in one process, through the same schedule, parts, codecs and merges.
+"""Simulation of many nodes of one rank each in one process, with the code of a real run.
 
-For statistics at a scale that is not at hand: what a schedule, a wire or a merge costs in accuracy
-on 16 nodes can be seen on a laptop. Nothing is sent; time is what the caller says it is. The bits
-are those of a real run with one rank per node and the same `daso.Exchange`, for every wire; but not
-where the plan of means follows measured links: with ``algorithm="planned"``, and with ``"auto"``
-from 17 nodes on, which is planned here by usual costs.
-Values that are not finite are not looked for.
+Schedule, shards, codecs and merges are the real ones, so a laptop shows the accuracy that a
+schedule, a wire or a merge costs on 16 nodes. Nothing is sent; the caller sets all times. The bits
+are those of a real run with one rank per node and the same `daso.Exchange`, for every wire, unless
+the all-reduce plan follows measured links: with ``algorithm="planned"``, and with ``"auto"`` from
+17 nodes on, which is planned here for typical costs. Values are not checked for NaN or infinity.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,16 +14,11 @@ from typing import Any
 
 import torch
 
-from daso.comm.allreduce.runners import SequentialAllReduce
-from daso.comm.dtypes import accumulator
-from daso.kernels.codecs import Codec, codec_named, dense_codec
-from daso.kernels.rows import FlatTensors
-from daso.plan.allreduce_plan import AllReducePlan
-from daso.plan.cost_model import choose_plan
-from daso.plan.exchange import ExchangeRules, Sent
-from daso.plan.header import Tally
+from daso.comm.reduction import accumulator
+from daso.kernels.codecs import codec_named
+from daso.plan.exchange import ExchangeRules, Sent, Tally
+from daso.plan.header import largest_rate
 from daso.plan.layout import fragments
-from daso.plan.merge import ADOPT, Merge
 from daso.plan.options import Settings
 from daso.plan.schedule import (
     Action,
@@ -38,14 +32,12 @@ from daso.plan.schedule import (
     drain,
 )
 from daso.plan.small_tensors import SMALL_WAIT
-from daso.plan.step_restoration import rate_of
 from daso.train.deltas.outer import MakeOuter
-from daso.train.deltas.shard import DeltaShard, MergeOptions, cut_row
+from daso.train.deltas.shard import MergeOptions
 from daso.train.inner.step_restoration import make_restorations
-from daso.train.model.params import Named, Trained, flat_view
+from daso.train.model.params import Trained
 from daso.train.simulated.gradients import SimulatedGradients
-
-__all__ = ["SimulatedNodes", "Times"]
+from daso.train.simulated.rows import Row
 
 MANY = 1 << 20  # numbers
 Loss = Callable[[torch.nn.Module], torch.Tensor]
@@ -53,20 +45,20 @@ Loss = Callable[[torch.nn.Module], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What is known of the machine that is simulated, or whose run is replayed."""
+    """Times of the simulated machine, or of the run that is replayed."""
 
     step_seconds: float = 1.0
-    # Of an exchange, on the first wire that the settings allow; where parts take turns, of one.
+    # Of an exchange on the first wire that the settings allow; with fragments, of one fragment.
     exchange_seconds: float = 1.0
-    own_seconds: float = 0.0  # of a core that training wanted, for such an exchange
-    on_devices: bool = False  # rows are cut as on devices: what blocks of int8 and int4 are
-    exposed_seconds: float = 0.0  # of a synchronous step, in which a node stands still
+    own_seconds: float = 0.0  # of a core that training could use, for such an exchange
+    on_devices: bool = False  # rows are cut as on devices, which changes blocks of int8 and int4
+    exposed_seconds: float = 0.0  # of a synchronous step, in which a node waits
     small_seconds: float = 0.0  # that an exchange of small tensors takes from training
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """An exchange in flight; its numbers are computed, and kept until they are due."""
+    """An exchange in flight; its result is computed already, and held until it is due."""
 
     sent: Sent
     agreed: Measurements
@@ -74,8 +66,8 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Measurements of the last exchange, that ride with the next one."""
+class LastExchange:
+    """Measurements of the last exchange, which travel with the next one."""
 
     tally: Tally = field(default_factory=Tally)
     seconds: float = 0.0
@@ -83,97 +75,17 @@ class Told:
     small_sent: bool = False  # small tensors alone, since everything was
 
 
-class Row:
-    """One row of one fragment on all nodes.
-
-    Args:
-        named: Names and parameters, for each node.
-        dtype: fp32 or fp64.
-        way: How exchanges are taken in.
-        settings: How to exchange.
-        on_devices: See `Times`.
-        is_small: It has the small tensors of the model.
-    """
-
-    def __init__(
-        self,
-        named: Sequence[Named],
-        dtype: torch.dtype,
-        way: MergeOptions,
-        settings: Settings,
-        *,
-        on_devices: bool,
-        is_small: bool,
-    ) -> None:
-        self.named, self.dtype, nodes = named, dtype, len(named)
-        self.is_small = is_small
-        numel = sum(tensor.numel() for _, tensor in named[0])
-        self.parts = [DeltaShard(torch.zeros(numel, dtype=dtype, device="cpu"), way) for _ in named]
-        self.rounded: list[dict[int, torch.Tensor]] = [{} for _ in named]  # by each node
-        wires = settings.wires
-        codecs = {wire: codec_named(wire, dtype) for wire in wires}
-        codec = codecs[wires[0]]
-        plan = choose_plan(settings.exchange.algorithm, nodes, codec.nbytes(numel))
-        self.wired = {wire: self._mean(one, plan) for wire, one in codecs.items()}
-        self.dense = self.wired[wires[0]]
-        if settings.sparse:
-            self.dense = self._mean(dense_codec(wires[0], dtype), plan)
-        self.chunks = cut_row(
-            plan, codec, numel, settings.exchange.chunk_bytes, on_device=on_devices
-        )
-        self.spans = [span for parts in self.chunks for span in parts]
-
-    def _mean(self, codec: Codec, plan: AllReducePlan) -> SequentialAllReduce:
-        nodes = len(self.named)
-        return SequentialAllReduce(codec, [1] * nodes, nodes, plan, self.rounded)
-
-    def anchor(self) -> float:
-        """Take the parameters, equal on all nodes, as the reference; return its squared norm."""
-        for node, part in enumerate(self.parts):
-            part.kernels.gather(self._values(node), 0, part.reference.numel(), part.reference)
-            part.anchor()
-        for rounded in self.rounded:
-            rounded.clear()
-        return float(self.parts[0].reference.double().square().sum())
-
-    def send(
-        self, wire: str, *, dense: bool, ahead: bool, keeps: bool
-    ) -> tuple[int, list[tuple[float, float, float]]]:
-        """Exchange deltas; return all nodes' bytes, and what each node's `DeltaShard` measured."""
-        means = self.dense if dense and len(self.wired) == 1 else self.wired[wire]
-        for node, part in enumerate(self.parts):
-            values = self._values(node)
-            part.encode(means.codec, self.spans, values, keeps=keeps)
-            if ahead:
-                part.go_ahead(values)
-                part.kernels.merge(values, part.shown, ADOPT.pull)
-        nbytes = means.run(self.parts, self.chunks)
-        return nbytes, [part.measured(part.finish().tolist()) for part in self.parts]
-
-    def _values(self, node: int) -> FlatTensors:
-        """Return the parameters of a node."""
-        return FlatTensors([flat_view(tensor) for _, tensor in self.named[node]])
-
-    def merge(self, rule: Merge) -> None:
-        """Take in the new reference."""
-        for node, part in enumerate(self.parts):
-            if rule == ADOPT:
-                part.settle(self._values(node))
-            part.show(rule)
-            part.kernels.merge(self._values(node), part.shown, rule.pull, add=rule.since_send)
-
-
 class SimulatedNodes:
     """Trains one replica of a model for each node, in turn, and exchanges between them.
 
     Args:
-        build: Makes the model; every call gives the same.
+        build: Makes the model, the same in every call.
         make_inner: Makes the inner optimizer of a model.
-        nodes: How many.
+        nodes: Number of nodes.
         policy: Chooses skip and wait.
-        settings: How to exchange.
+        settings: Settings of exchanges.
         outer: Makes an optimizer for the reference.
-        times: What is known of the machine; the policy sees it.
+        times: Times of the machine, which the policy measures.
         wires: Wire of each exchange by the batch after which it was sent, as in the ``events`` of a
             run that is replayed; None: chosen by ``times`` where the settings leave it open.
     """
@@ -194,14 +106,16 @@ class SimulatedNodes:
         self.inners = [make_inner(model) for model in self.models]
         self.policy, self.settings, self.times = policy, settings, times or Times()
         self._wires = wires or {}
-        way = MergeOptions(settings.eager, 1 / nodes, outer)
+        options = MergeOptions(settings.eager, 1 / nodes, outer)
         pairs = zip(self.inners, self.models, strict=True)
         self.named = [Trained.by(inner, model).named for inner, model in pairs]
         self.step_restorations = [
-            make_restorations(inner, settings, says=False).always for inner in self.inners
+            make_restorations(inner, settings, warns=False).always for inner in self.inners
         ]
         restoration = self.step_restorations[0]
-        self.rows = [self._rows(cut, way, may_select=restoration is None) for cut in self._cuts()]
+        self.rows = [
+            self._rows(cut, options, may_select=restoration is None) for cut in self._cuts()
+        ]
         self.state = begin(
             policy,
             replace(policy.start(), fragments=len(self.rows), sparse=settings.sparse),
@@ -216,8 +130,8 @@ class SimulatedNodes:
         self._flight: InFlight | None = None
         momentum = None if restoration is None else restoration.momentum
         self.rules = ExchangeRules(settings, nodes, tuple(self._numels), momentum)
-        self._exchanged, self._told, self._size = self.rules.start(), Told(), 1.0
-        wire = settings.gradient_wire(hidden=True)
+        self._exchanged, self._last, self._size = self.rules.start(), LastExchange(), 1.0
+        wire = settings.hidden_wire
         self._compressed = SimulatedGradients(self.named, wire, settings)
         if not self.state.synchronous:
             self._anchor(0)
@@ -232,24 +146,24 @@ class SimulatedNodes:
     @property
     def _numels(self) -> list[int]:
         """Numbers of each fragment."""
-        return [sum(row.parts[0].shown.numel() for row in one) for one in self.rows]
+        return [sum(row.parts[0].published.numel() for row in rows) for rows in self.rows]
 
     def _small_share(self) -> float:
         numels = {small: 0 for small in (False, True)}
         for row in (row for rows in self.rows for row in rows):
-            numels[row.is_small] += row.parts[0].shown.numel()
+            numels[row.is_small] += row.parts[0].published.numel()
         return self.settings.small_share(numels[True], sum(numels.values()))
 
-    def _rows(self, cut: Sequence[int], way: MergeOptions, *, may_select: bool) -> list[Row]:
+    def _rows(self, cut: Sequence[int], options: MergeOptions, *, may_select: bool) -> list[Row]:
         tensors = [tensor for _, tensor in self.named[0]]
         numels = [tensor.numel() for tensor in tensors]
         small = set(self.settings.small_tensors(numels)) if may_select else set()
         kinds = {at: (at in small, accumulator(tensors[at].dtype)) for at in cut}
         return [
             Row(
-                [[one[at] for at in cut if kinds[at] == kind] for one in self.named],
+                [[named[at] for at in cut if kinds[at] == kind] for named in self.named],
                 kind[1],
-                way,
+                options,
                 self.settings,
                 on_devices=self.times.on_devices,
                 is_small=kind[0],
@@ -278,11 +192,11 @@ class SimulatedNodes:
         return total / len(self.models)
 
     def end_epoch(self, loss: float) -> None:
-        """Tell the schedule that an epoch is over; all nodes agree afterwards."""
+        """End an epoch of the schedule; all nodes agree afterwards."""
         self._act(*after_epoch(self.policy, self.state, loss))
 
     def synchronize(self) -> None:
-        """Finish what is in flight; make parameters and floating buffers equal on all nodes."""
+        """Finish the exchange in flight; make parameters and floating buffers equal."""
         self._act(*drain(self.state))
         _average([list(model.buffers()) for model in self.models])
 
@@ -296,7 +210,7 @@ class SimulatedNodes:
             return
         count = len(self.named)
         for index in range(len(self.named[0])):
-            tensors = [one[index][1] for one in self.named]
+            tensors = [named[index][1] for named in self.named]
             grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
             if grads:
                 wide = accumulator(grads[0].dtype)
@@ -336,9 +250,9 @@ class SimulatedNodes:
         return None
 
     def _measure(self) -> Measurements:
-        """Return what nodes agree on about synchronous steps."""
-        rates = [rate_of(group, 0.0) for inner in self.inners for group in inner.param_groups]
-        times, lr = self.times, max(rates)
+        """Return the agreed measurements of synchronous steps."""
+        groups = [group for inner in self.inners for group in inner.param_groups]
+        times, lr = self.times, largest_rate(groups)
         return Measurements(times.step_seconds, lr=lr, exposed_seconds=times.exposed_seconds)
 
     # --- exchanges ---------------------------------------------------------------------------
@@ -346,7 +260,7 @@ class SimulatedNodes:
     def _anchor(self, batch: int) -> None:
         self._size = sum(row.anchor() for rows in self.rows for row in rows) or 1.0
         self._exchanged = self.rules.start(batch, self._exchanged)
-        self._told = replace(self._told, tally=Tally())
+        self._last = replace(self._last, tally=Tally())
 
     def _rows_of(self, fragment: int | None) -> list[Row]:
         return (
@@ -354,40 +268,40 @@ class SimulatedNodes:
         )
 
     def _send(self, batch: int, fragment: int | None, *, wait: int) -> None:
-        told, times = self._told, self.times
+        last, times = self._last, self.times
         sent = self.rules.send(self._exchanged, batch, fragment, wait=wait)
         sent = replace(sent, wire=self._wires.get(batch) or sent.wire)
         measured = [[0.0, 0.0, 0.0] for _ in self.models]
         ahead = self.settings.eager and wait > 0
         for row in self._rows_of(fragment):
-            nbytes, found = row.send(
+            nbytes, sums = row.send(
                 sent.wire, dense=fragment is None, ahead=ahead, keeps=sent.keeps
             )
             self.global_bytes_sent += nbytes
-            if row.is_small:  # they went lately, and say nothing of skip
+            if row.is_small:  # also exchanged alone: their distance would bias the choice of skip
                 continue
             measured = [
                 [a + b for a, b in zip(*pair, strict=True)]
-                for pair in zip(measured, found, strict=True)
+                for pair in zip(measured, sums, strict=True)
             ]
-        rates = [rate_of(group, 0.0) for inner in self.inners for group in inner.param_groups]
+        groups = [group for inner in self.inners for group in inner.param_groups]
         agreed = Measurements(
-            times.step_seconds,
-            told.seconds,
-            max(rates),
-            *(0.0, told.own_seconds),
-            small_seconds=times.small_seconds if told.small_sent else 0.0,
+            step_seconds=times.step_seconds,
+            exchange_seconds=last.seconds,
+            lr=largest_rate(groups),
+            own_seconds=last.own_seconds,
+            small_seconds=times.small_seconds if last.small_sent else 0.0,
         )
-        drift, gain, _ = self.rules.statistics(self._exchanged, told.tally)
+        drift, gain, _ = self.rules.statistics(self._exchanged, last.tally)
         self._flight = InFlight(sent, replace(agreed, drift=drift, required_gain=gain))
         shares = (Tally.measured(a, b, c, self._size) for a, b, c in measured)
         parts = len(self.rows) if fragment is None else 1
-        self._told = Told(
+        self._last = LastExchange(
             sum(shares, Tally()), parts * self._seconds(sent.wire), parts * times.own_seconds
         )
 
     def _seconds(self, wire: str) -> float:
-        """Return how long one part takes on a wire."""
+        """Return the seconds of an exchange of one fragment on a wire."""
         first = self.settings.wires[0]
         return self.times.exchange_seconds * _many_bytes(wire) / _many_bytes(first)
 
@@ -397,7 +311,7 @@ class SimulatedNodes:
             nbytes, _ = row.send(wire, dense=False, ahead=False, keeps=keeps)
             self.global_bytes_sent += nbytes
         self._flight = InFlight(Sent(batch, 0, 0, keeps, wire), Measurements(), small=True)
-        self._told = replace(self._told, small_sent=True)
+        self._last = replace(self._last, small_sent=True)
 
     def _receive(self, batch: int, *, settles: bool) -> Measurements | None:
         flight, self._flight = self._flight, None
@@ -416,7 +330,7 @@ class SimulatedNodes:
 
 
 def _many_bytes(wire: str) -> int:
-    """Return what many numbers take on a wire."""
+    """Return the bytes of many numbers on a wire."""
     return codec_named(wire).nbytes(MANY)
 
 

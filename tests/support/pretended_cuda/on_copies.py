@@ -10,7 +10,7 @@ from jobs import slowness
 import pretended_cuda
 from daso.errors import ConfigError
 from daso.predict import slow_copies
-from daso.predict.throttles.copies import CopyDelay
+from daso.predict.copy_sweep import CopyDelay
 
 HERE = torch.device("cuda", 0)
 RATE = 4e8  # bytes per second: far below what this machine's memory does
@@ -98,7 +98,7 @@ def test_it_is_tried_before_it_counts(monkeypatch):
     except ConfigError:  # 5 % is not to be had where others have the memory's bandwidth
         assert slowness() > 1
     monkeypatch.setattr(CopyDelay, "_copy_more", lambda *_, **__: None)
-    with pytest.raises(ConfigError, match=r"on trial they take [\d.]+ of what") as told:
+    with pytest.raises(ConfigError, match=r"on trial they take [\d.]+ of the requested") as told:
         slow_copies(2).__enter__()
     # A copy of the trial is held against one made before, by what else the machine does meanwhile.
     found = float(re.search(r"take ([\d.]+) of", str(told.value))[1])

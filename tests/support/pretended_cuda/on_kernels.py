@@ -12,7 +12,7 @@ import torch
 from compare import compare
 from models import Odd, adamw, mlp, sgd
 from ranks import test_device
-from world import test_odd_moments, test_sync
+from world import test_interactions, test_sync
 
 import daso
 from daso.kernels import choice
@@ -88,7 +88,12 @@ def everywhere(books):
     """Take Triton's kernels wherever rows lie on a device."""
 
 
-test_one_nan = test_odd_moments.test_one_nan_costs_one_exchange_and_no_other_nodes_work
+@pytest.mark.nodes((1, 1), (2, 1))
+@pytest.mark.parametrize(("fragments", "merge"), [(1, "delta"), (2, "eager")])
+def test_one_nan(topology, rank_info, fragments, merge):
+    test_interactions.test_one_nan_costs_one_exchange_and_no_other_nodes_work(
+        topology, rank_info, daso.Fixed(2, 1), fragments, merge
+    )
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
@@ -118,10 +123,10 @@ def test_an_outer_optimizer_equals_one_process(topology):
 
 
 def test_many_tiles_and_messages_equal_one_process(topology, books, monkeypatch):
-    monkeypatch.setattr("daso.train.deltas.shard.LEAST", 70_000)
+    monkeypatch.setattr("daso.train.deltas.shard.LEAST", 3000)
 
     def wide():
-        return torch.nn.Sequential(torch.nn.Linear(6, 30_000), torch.nn.Linear(30_000, 3))
+        return torch.nn.Sequential(torch.nn.Linear(6, 1000), torch.nn.Linear(1000, 3))
 
     compare(topology, wide, sgd, daso.Fixed(2, 1), wire="bf16", steps=4)
     if topology.nodes > 1 and topology.rank_info.lane is not None:

@@ -8,7 +8,7 @@ import torch
 from compare import compare
 from models import Odd, Wide, adamw, mlp, sgd
 from ranks import test_device
-from world import test_odd_moments, test_state, test_sync
+from world import test_interactions, test_state, test_sync
 
 import daso
 from daso.comm.allreduce import ordered as exchange
@@ -95,7 +95,7 @@ def everywhere(monkeypatch, mpi, topology):
 class TestElsewhere:
     test_resumed = staticmethod(test_state.test_a_run_resumed_right_after_a_send_may_stop_there)
     test_one_nan = staticmethod(
-        test_odd_moments.test_one_nan_costs_one_exchange_and_no_other_nodes_work
+        test_interactions.test_one_nan_costs_one_exchange_and_no_other_nodes_work
     )
 
 
@@ -105,7 +105,9 @@ def wrapped(topology, model):
     )
 
 
-@pytest.mark.parametrize(("says", "told"), [(False, "says no"), (None, "does not say")])
+@pytest.mark.parametrize(
+    ("says", "told"), [(False, "reports no support"), (None, "has no such call")]
+)
 def test_a_library_that_is_not_able_to_is_refused(topology, monkeypatch, says, told):
     monkeypatch.setattr(aware, "cuda_aware", lambda: says)
     if topology.nodes == 1:  # nothing will cross

@@ -5,7 +5,7 @@ from benchmarks import prediction_error
 
 from daso.cli.bench import train
 from daso.cli.bench.names import COMPUTE, OURS
-from daso.predict.network import HEADERS
+from daso.predict.links import HEADERS
 
 EXACT = pytest.approx
 PLAN = train.Plan("cnn", (), 3, 1.0, 1.0, "")
@@ -66,14 +66,14 @@ def test_what_calibrates_is_predicted_as_it_was():
     assert rows[prediction_error.OFTEN]["unchanged_ms"] == 55.0
 
 
-def test_hosts_that_share_cores_are_predicted_from_what_computing_takes_there():
+def test_hosts_sharing_cores_are_predicted_from_their_compute():
     *_, four = prediction_error.compare(Machine(), PLAN, [("none", 4)], cores=2)
     rows = {row["name"]: row for row in four["rows"]}
     assert rows[prediction_error.OFTEN]["predicted_ms"] == EXACT(121.0, rel=1e-3)
     assert rows[prediction_error.OFTEN]["compute_ms"] == EXACT(110.0)
 
 
-def test_a_machine_that_is_slower_for_a_while_does_not_make_predictions_wrong():
+def test_temporary_slowness_does_not_spoil_predictions():
     """On a link that takes nothing, and 10 % slower at everything than when it was calibrated."""
     *_, found = prediction_error.compare(Machine(), PLAN, [("none", 2)], cores=2)
     for one in found["rows"]:

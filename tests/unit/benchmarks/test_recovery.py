@@ -44,7 +44,7 @@ def test_an_undisturbed_training_tells_its_accuracy_and_its_longest_step():
     assert outcome_of(None, ranks) == Outcome(91.0, 3.5, "torch 2", longest_step_seconds=2.5)
 
 
-def test_seconds_count_from_the_kill_to_exchanges_without_and_with_the_one_in_its_place():
+def test_recovery_seconds_count_from_the_kill():
     ranks = [
         rank(0, [1.0, 2.0, 5.0, 6.0], [(2.0, 3), (5.0, 2), (8.0, 3)]),
         rank(2, [1.0, 2.0, 5.5, 6.0], [(2.0, 3), (5.5, 2), (8.5, 3)]),
@@ -55,7 +55,7 @@ def test_seconds_count_from_the_kill_to_exchanges_without_and_with_the_one_in_it
     assert (outcome.ready_seconds, outcome.longest_step_seconds) == (1.5, 3.5)
 
 
-def test_an_exchange_that_the_killed_rank_had_sent_its_part_of_is_not_one_without_it():
+def test_exchange_sent_before_a_kill_includes_that_rank():
     stayed = [(2.02, 3), (8.0, 2), (12.0, 3)]
     ranks = [rank(0, [1.0, 2.0, 3.0], stayed), rank(2, [1.0, 2.0, 3.0], stayed)]
     new = rank(1, [9.0, 12.0], [(12.0, 3)], first_step=3, ready_at=6.0)

@@ -38,7 +38,7 @@ def test_runs_of_a_row_are_those_it_was_made_of():
 
 
 @pytest.mark.usefixtures("_only_tiny")
-def test_rows_that_are_taken_anew_stand_beside_synchronous_training_of_the_same_seeds():
+def test_new_rows_compare_with_synchronous_runs_of_their_seeds():
     settings = {
         (SYNCHRONOUS, 0.05): [ENDED, replace(ENDED, score=80.0)],
         (AUTO, 0.05): [ENDED, replace(ENDED, score=79.0)],

@@ -63,6 +63,7 @@ def _leaves_no_clone():
     assert not list((ROOT / "build").glob(f"take-{os.getpid()}-*"))
 
 
+@pytest.mark.later("builds a clone")
 @pytest.mark.slow("starts a program")
 @pytest.mark.usefixtures("_leaves_no_clone")
 def test_a_command_that_fails_ends_it_and_its_file_stays_away(tmp_path, capfd):

@@ -53,13 +53,13 @@ def test_links_that_the_system_shapes_have_errors_of_their_own():
 def test_errors_that_the_guide_quotes_are_those_that_were_measured():
     told = json.loads((ROOT / "scripts/figures/throttle.json").read_text())
     page = " ".join((ROOT / "docs/how-to/predict.md").read_text().split())
-    errors = r"off by (\S+) % in the median and by (\S+) % at most "
-    found = re.search(errors + r"\((\S+), `scripts/figures/throttle", page)
-    link = re.search(r"On simulated devices estimates were off by (\S+) % in the median", page)
+    numbers = r"\| (\S+) \| (\S+) \|"
+    found = re.search(rf"cores \((\S+), `scripts/figures/throttle.json`\) {numbers}", page)
+    link = re.search(r"simulated devices that are faster \| (\S+) \|", page)
     names = "throttle_prediction_error_median", "throttle_prediction_error_worst"
     values = [f"{100 * told['figures'][name]['value']:.1f}" for name in names]
-    assert found.groups() == (*values, told["date"])
-    shaped = re.search(r"Gbit/s were off by (\S+) % in the median and by (\S+) % at most", page)
+    assert found.groups() == (told["date"], *values)
+    shaped = re.search(rf"on a link of 1 Gbit/s {numbers}", page)
     names = "throttle_link_error_median", "throttle_link_error_worst"
     assert shaped.groups() == tuple(f"{100 * told['figures'][name]['value']:.1f}" for name in names)
     assert link[1] == f"{100 * told['figures']['link_ratio_error_median']['value']:.1f}"

@@ -11,9 +11,11 @@ import pytest
 from jobs import HANG_SECONDS
 
 import daso
-from daso.cli.main import Parser, carry_out, main
+from daso.cli.main import carry_out, main
 from daso.cli.outputs import exit_on_broken_pipe
-from daso.cli.train.config import Config, describe
+from daso.cli.parser import Parser
+from daso.cli.train.config import Config
+from daso.cli.train.keys import describe
 from daso.environment import find_mpirun
 from daso.errors import CheckpointError, CheckpointWriteError, TopologyError
 
@@ -292,7 +294,7 @@ def test_an_unknown_command_is_told_with_those_there_are(capsys):
     [
         (["train", "--nosuch=1"], ["'nosuch'", "valid keys"]),
         (["train", "-n", "2", "--nosuch=1"], ["'nosuch'", "valid keys"]),
-        (["train", "--epoch=1"], ["did you mean epochs?"]),
+        (["train", "--epoch=1"], ["did you mean 'epochs'?"]),
         (["train", "--epochs=x", "-n", "2"], ["whole number", "'x'"]),
         (["train", "nosuch.toml", "-n", "2"], ["nosuch.toml", "No such file"]),
         (["train", "--epochs"], ["--key=value", "'--epochs'"]),
@@ -319,7 +321,7 @@ def test_wrong_values_exit_2_with_one_line_and_start_nothing(capsys, mpirun, tra
 
 
 @pytest.mark.parametrize("words", [["train", "--nosuch=1"], ["train", "-n", "2", "--nosuch=1"]])
-def test_an_unknown_key_on_the_command_line_leaves_one_line_and_no_traceback(mpirun, words):
+def test_unknown_key_prints_one_line(mpirun, words):
     found = command(*words)
     assert found.returncode == 2
     assert found.stdout == ""
@@ -371,9 +373,7 @@ def test_only_the_first_of_many_ranks_tells_of_an_error(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("local_rank", "met"), [("0", False), ("1", False), ("0", True)])
-def test_a_host_that_may_be_alone_with_an_error_tells_of_it_before_ranks_met(
-    capsys, monkeypatch, local_rank, met
-):
+def test_lone_error_is_printed_before_ranks_meet(capsys, monkeypatch, local_rank, met):
     """A file may be there on the host of rank 0 alone: the others end, and nobody said why."""
     monkeypatch.setattr("daso.comm.mpi.OTHERS_SECONDS", 0.01)
     monkeypatch.setattr("daso.comm.topology._default", {})

@@ -32,8 +32,8 @@ def test_bash_offers_commands_options_settings_and_what_they_may_be():
     assert completed(done.stdout, "daso", "tr") == {"train", "trace"}
     assert "--ranks-per-node" in completed(done.stdout, "daso", "run", "--ran")
     offered = completed(done.stdout, "daso", "train", "--checkpoint.")
-    assert {"--checkpoint.every", "--checkpoint.memory_every"} <= offered
-    assert "int8" in completed(done.stdout, "daso", "train", "--exchange.wire", "in")
+    assert {"--checkpoint.every", "--checkpoint.background"} <= offered
+    assert "int8" in completed(done.stdout, "daso", "train", "--wire", "in")
 
 
 def test_bash_offers_files_where_no_word_of_ours_fits(tmp_path):
@@ -47,10 +47,10 @@ def test_bash_offers_files_where_no_word_of_ours_fits(tmp_path):
 def test_other_shells_get_a_script_too(shell):
     done = typed("complete", shell)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--exchange.wire" in done.stdout
+    assert "--wire" in done.stdout
 
 
-def test_a_shell_that_is_not_known_and_a_library_that_is_not_there_are_told(monkeypatch):
+def test_unknown_shell_and_missing_library_are_reported(monkeypatch):
     assert "invalid choice: 'fish'" in typed("complete", "fish").stderr
     monkeypatch.setitem(sys.modules, "shtab", None)
     done = typed("complete", "bash")

@@ -12,12 +12,10 @@ from daso.cli.train.config import (
     CheckpointConfig,
     Config,
     DataConfig,
-    ExchangeConfig,
     OptimizerConfig,
     ScheduleConfig,
-    describe,
-    read_config,
 )
+from daso.cli.train.keys import describe, read_config
 from daso.cli.train.task import make_task
 from daso.errors import ConfigError, DataError
 from daso.plan.auto import Auto
@@ -32,6 +30,11 @@ KEYS = [
     "device",
     "tensorboard",
     "trace",
+    "wire",
+    "merge",
+    "outer",
+    "outer_lr",
+    "outer_momentum",
     "data.name",
     "data.folder",
     "data.batch_size",
@@ -49,28 +52,24 @@ KEYS = [
     "schedule.drift",
     "schedule.budget",
     "schedule.selective",
-    "exchange.wire",
-    "exchange.merge",
-    "exchange.outer",
-    "exchange.outer_lr",
-    "exchange.outer_momentum",
-    "exchange.fragments",
     "exchange.algorithm",
     "exchange.chunk_bytes",
-    "exchange.bucket_bytes",
-    "exchange.reducer",
-    "exchange.gradient_wire",
-    "exchange.step",
     "exchange.nonfinite",
     "exchange.timeout_seconds",
-    "exchange.step_restoration",
+    "exchange.fragments",
     "exchange.gpu_direct",
+    "exchange.step_restoration",
     "exchange.elastic",
+    "exchange.keep_local",
+    "gradients.bucket_bytes",
+    "gradients.reducer",
+    "gradients.step",
+    "gradients.priority",
+    "gradients.link_efficiency",
+    "gradients.wire",
     "checkpoint.every",
     "checkpoint.keep",
     "checkpoint.background",
-    "checkpoint.memory_every",
-    "checkpoint.memory_folder",
 ]
 
 
@@ -128,7 +127,7 @@ def test_toml_sets_keys_at_the_top_and_in_sections(tmp_path):
         tensorboard=True,
         data=DataConfig(name="digits"),
         optimizer=OptimizerConfig(lr=1.0),
-        exchange=ExchangeConfig(timeout_seconds=2.5),
+        exchange=Exchange(timeout_seconds=2.5),
     )
 
 
@@ -151,13 +150,13 @@ def test_dashes_in_a_key_are_underscores_and_those_in_a_value_stay():
 
 def test_the_settings_reach_the_records_of_the_optimizer():
     words = [
-        "--exchange.wire=fp32",
-        "--exchange.merge=delta",
+        "--wire=fp32",
+        "--merge=delta",
         "--exchange.algorithm=mpi",
         "--exchange.chunk_bytes=1024",
-        "--exchange.bucket_bytes=2048",
-        "--exchange.reducer=host",
-        "--exchange.step=layerwise",
+        "--gradients.bucket_bytes=2048",
+        "--gradients.reducer=host",
+        "--gradients.step=layerwise",
         "--exchange.nonfinite=raise",
         "--exchange.timeout_seconds=7",
     ]
@@ -167,7 +166,7 @@ def test_the_settings_reach_the_records_of_the_optimizer():
         algorithm="mpi", chunk_bytes=1024, nonfinite="raise", timeout_seconds=7.0
     )
     assert made.gradients == Gradients(reducer="host", step="layerwise", bucket_bytes=2048)
-    narrow = read_config(None, ["--exchange.gradient_wire=int8"]).settings()
+    narrow = read_config(None, ["--gradients.wire=int8"]).settings()
     assert narrow.gradients == Gradients(wire="int8")
     direct = read_config(None, ["--exchange.gpu_direct=true"]).settings()
     assert direct.exchange == Exchange(gpu_direct=True)
@@ -179,7 +178,7 @@ def test_the_settings_reach_the_records_of_the_optimizer():
 
 
 def test_no_size_of_buckets_is_one_to_be_searched():
-    made = read_config(None, ["--exchange.bucket_bytes=search"]).settings()
+    made = read_config(None, ["--gradients.bucket_bytes=search"]).settings()
     assert made.gradients == Gradients(bucket_bytes="search")
 
 
@@ -218,7 +217,7 @@ def test_words_for_true_and_false(word):
 def test_an_unknown_key_is_named_with_the_near_and_the_valid_ones(key, near):
     message = refused(None, f"--{key}=3")
     assert repr(key) in message
-    assert f"did you mean {near}" in message or f"did you mean data.{near}" in message
+    assert f"did you mean '{near}'" in message or f"did you mean 'data.{near}'" in message
     section = key.partition(".")[0] if "." in key else ""
     ours = [one for one in KEYS if one.startswith(section + ".") or not (section or "." in one)]
     assert f"valid keys: {', '.join(ours)}" in message
@@ -258,7 +257,7 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--seed=-1", "seed must be a whole number, 0 or more", "-1"),
         ("--tensorboard=", "tensorboard must be true or false", "''"),
         ("--data.name=mnist", "auto, fashion, digits, text, synthetic", "'mnist'"),
-        ("--exchange.wire=fp17", "exchange.wire must be one of auto, fp32", "'fp17'"),
+        ("--wire=fp17", "wire must be one of auto, fp32", "'fp17'"),
         ("--schedule.policy=", "schedule.policy must be one of auto, fixed, plateau, qsr", "''"),
         ("--epochs=0", "epochs must be a whole number of at least 1", "0"),
         ("--name=..", "name must be the name of a folder", "'..'"),
@@ -272,12 +271,12 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--schedule.drift=-1", "drift must be a positive number", "-1.0"),
         ("--schedule.selective=-1", "selective must be a whole number", "-1"),
         ("--schedule.budget=0", "budget must be a positive number", "0.0"),
-        ("--exchange.merge=mean", "merge must be a number or auto or daso", "'mean'"),
-        ("--exchange.merge=1.5", "or a number between 0 and 1", "1.5"),
+        ("--merge=mean", "merge must be a number or auto or daso", "'mean'"),
+        ("--merge=1.5", "or a number between 0 and 1", "1.5"),
         ("--exchange.fragments=0", "fragments must be a whole number of at least 1", "0"),
         ("--schedule.warmup=-1", "warmup must be a whole number of at least 0", "-1"),
         ("--exchange.chunk_bytes=0", "chunk_bytes must be a whole number of bytes", "0"),
-        ("--exchange.bucket_bytes=-1", "bucket_bytes must be a whole number of bytes", "-1"),
+        ("--gradients.bucket_bytes=-1", "bucket_bytes must be a whole number of bytes", "-1"),
         ("--exchange.timeout_seconds=-1", "timeout_seconds must be a positive number", "-1.0"),
     ],
 )
@@ -321,7 +320,7 @@ def test_a_section_given_as_a_value_is_refused_with_its_keys(tmp_path, text):
 def test_a_value_given_as_a_section_is_refused(tmp_path):
     message = refused(toml(tmp_path, "[epochs]\nmany = 3\n"))
     assert "'epochs.many'" in message
-    assert "did you mean epochs?" in message
+    assert "did you mean 'epochs'?" in message
 
 
 def test_wait_above_skip_is_refused_with_what_to_do():
@@ -355,7 +354,7 @@ def test_plateau_phases_longer_than_the_run_are_refused_with_what_to_do():
 
 
 def test_mpi_on_a_bf16_wire_is_refused_with_what_to_do():
-    message = refused(None, "--exchange.algorithm=mpi", "--exchange.wire=bf16")
+    message = refused(None, "--exchange.algorithm=mpi", "--wire=bf16")
     assert "fp32" in message
     assert "'bf16'" in message
     assert "algorithm='auto'" in message
@@ -409,7 +408,7 @@ def test_describe_lists_every_key_once_with_meaning_default_and_choices():
     assert [entry.split("=")[0].strip() for entry in entries] == [f"--{key}" for key in KEYS]
     defaults = dict(items(Config()))
     for key, entry in zip(KEYS, entries, strict=True):
-        assert entry.split("=", 1)[1].startswith(str(defaults[key]))
+        assert entry.split("=", 1)[1].startswith(str(defaults[key] if defaults[key] != () else ""))
         meaning = " ".join(entry.split()[1:])
         assert re.fullmatch(r"[A-Z].{5,} \(.+\)", meaning), entry
     joined = " ".join(describe().split())
@@ -474,12 +473,17 @@ def configs(draw):
             weight_decay=draw(numbers(0, 1e4)),
         ),
         schedule=ScheduleConfig(policy=policy, **{name: values[name] for name in USED_BY[policy]}),
-        exchange=ExchangeConfig(
-            wire=wire,
-            merge=draw(st.sampled_from(["auto", "daso", "delta", "eager", 0.5])),
+        wire=wire,
+        merge=draw(st.sampled_from(["auto", "daso", "delta", "eager", 0.5])),
+        gradients=Gradients(
+            bucket_bytes=draw(st.integers(1, 2**40)),
+            link_efficiency=draw(st.floats(0.01, 0.999)),
+            priority=draw(st.sampled_from(["layer", "lifo", "fifo"])),
+        ),
+        exchange=Exchange(
             algorithm=algorithm,
             chunk_bytes=draw(st.integers(1, 2**40)),
-            bucket_bytes=draw(st.integers(1, 2**40)),
+            keep_local=tuple(draw(st.lists(st.sampled_from(["queue", "*.hidden"])))),
             nonfinite=draw(st.sampled_from(["drop", "raise"])),
             timeout_seconds=draw(numbers(1e-9, 1e9)),
             gpu_direct=draw(st.booleans()) and algorithm != "mpi",
@@ -493,10 +497,16 @@ def configs(draw):
 @settings(deadline=None, max_examples=150, database=None)
 @given(configs())
 def test_any_configuration_written_as_words_is_read_back_equal(config):
-    assert read_config(None, [f"--{key}={value}" for key, value in items(config)]) == config
+    words = [
+        f"--{key}={','.join(value) if isinstance(value, tuple) else value}"
+        for key, value in items(config)
+    ]
+    assert read_config(None, words) == config
 
 
 def written(value):
+    if isinstance(value, tuple):
+        return json.dumps(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
@@ -514,9 +524,26 @@ def test_any_configuration_written_as_toml_is_read_back_equal(folder, config):
     assert read_config(toml(folder, text), []) == config
 
 
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("exchange.merge", "merge"),
+        ("exchange.reducer", "gradients.reducer"),
+        ("lr", "optimizer.lr"),
+        ("optimizer.l", "optimizer.lr"),
+        ("optimizr.name", "optimizer.name"),
+        ("dat.name", "data.name"),
+        ("gradient.wire", "gradients.wire"),
+    ],
+)
+def test_an_unknown_key_suggests_its_namesake_or_a_similar_key(key, suggestion):
+    message = refused(None, f"--{key}=1")
+    assert f"unknown key {key!r}; did you mean {suggestion!r}?" in message
+
+
 def test_a_file_may_give_a_merge_as_a_number_and_begin_with_a_mark(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text("\ufeffexchange.merge = 0.5\n", encoding="utf-8")
+    path.write_text("\ufeffmerge = 0.5\n", encoding="utf-8")
     assert read_config(path, []).settings().merge == 0.5
 
 

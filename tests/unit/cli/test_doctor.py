@@ -66,7 +66,10 @@ def test_a_machine_that_is_in_order_has_no_problems():
     assert found["nodes"]["cores"] == len(os.sched_getaffinity(0))
     assert isinstance(found["torch"]["gpus"], list)
     assert found["kernels"]["cpu"].startswith(("C kernels (", "torch's operations ("))
-    assert isinstance(found["nccl"]["available"], bool)
+    nccl = found["nccl"]
+    is_for_cpus = torch.version.cuda is None and not nccl["available"]
+    assert is_for_cpus == (nccl.get("why") == "not needed: this torch is built for CPUs")
+    assert ("remedy" in nccl) == (not nccl["available"] and torch.version.cuda is not None)
     assert found["chosen"]["python"] == sys.executable
 
 

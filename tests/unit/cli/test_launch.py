@@ -195,7 +195,7 @@ def test_spares_are_started_beside_the_ranks_and_told():
     assert command[1:5] == ["--with-ft", "ulfm", "-n", "5"]
     assert environment(made)["DASO_SPARES"] == "3"
     assert environment(made)["OMP_NUM_THREADS"] == "4"  # spares sleep
-    with pytest.raises(TopologyError, match=r"without --elastic .*; add it"):
+    with pytest.raises(TopologyError, match=r"must come with --elastic .*; add it"):
         Local(ranks=2, ranks_per_node=None, program=("a.py",), spares=1)
     for wrong in ("spares", "restarts"):
         with pytest.raises(TopologyError, match="must be 0 or more, not -1"):
@@ -357,18 +357,14 @@ def test_watch_names_none_when_a_number_is_of_no_process(tmp_path):
     assert watch("sleep 0.2", tmp_path) == ""
 
 
-def test_watch_names_nobody_with_a_python_that_cannot_tell_when_a_process_ends(
-    tmp_path, sleepers, monkeypatch
-):
+def test_watch_without_pidfd_names_no_process(tmp_path, sleepers, monkeypatch):
     """Such a Python was built on a Linux before 5.3, as some that are to be downloaded are."""
     monkeypatch.delattr(os, "pidfd_open")
     note(tmp_path, sleepers)
     assert watch(f"kill -9 {sleepers[0].pid}; sleep 0.3", tmp_path) == ""
 
 
-def test_watch_ends_an_mpirun_that_lost_its_starter_once_its_reader_reads_again(
-    tmp_path, sleepers, monkeypatch
-):
+def test_watch_ends_an_orphaned_mpirun(tmp_path, sleepers, monkeypatch):
     starter, rank, mpirun = sleepers
     monkeypatch.setattr(launching, "parent_of", lambda _: starter.pid)
     monkeypatch.setattr(launching, "is_proxy", lambda pid: pid == starter.pid)
@@ -377,7 +373,7 @@ def test_watch_ends_an_mpirun_that_lost_its_starter_once_its_reader_reads_again(
     monkeypatch.setattr(launching, "_has_reader", lambda: next(asked))
     note(tmp_path, [rank])
     threading.Timer(0.5, starter.kill).start()
-    assert _watch(mpirun, tmp_path) == "; what mpirun starts ranks by was killed"
+    assert _watch(mpirun, tmp_path) == "; mpirun's process that starts ranks was killed"
     assert next(asked, None) is None, "it asked until somebody read"
     assert rank.wait(HANG_SECONDS) < 0
 

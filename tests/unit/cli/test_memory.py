@@ -14,7 +14,7 @@ import torch
 from jobs import HANG_SECONDS
 
 from daso.cli.main import main
-from daso.cli.memory import cut
+from daso.cli.memory import split_words
 
 HEAD = """
 import sys, torch
@@ -24,7 +24,6 @@ model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(wide, wide), nn.
 batch = torch.randn(1024, wide)
 """
 PARAMETERS = 8 * (256 * 256 + 256)
-LARGEST = 4 * 256 * 256  # bytes: its gradient is there twice while it is added
 TRAIN = """
 optimizer = torch.optim.Adam(model.parameters())
 for _ in range(3):
@@ -79,10 +78,10 @@ def refusal(capfd, *words, lines=1):
 # --- what it prints and writes --------------------------------------------------------------------
 
 
-def test_without_a_budget_it_tells_what_some_would_cost():
-    done = command(script(TRAIN))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_without_a_budget_the_cost_of_some_is_shown(capfd):
+    assert main(["memory", script(TRAIN)]) == 0
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
     assert lines[0] == f"model         Sequential, {PARAMETERS:,} parameters"
     assert lines[1] == "called with   float32 (1024, 256)"
     assert "Adam 4.02, batch 1.00" in lines[2]
@@ -94,41 +93,42 @@ def test_without_a_budget_it_tells_what_some_would_cost():
     assert all(float(row[1]) <= float(row[0]) for row in rows)
     assert float(rows[-1][2]) == 1
     assert rows[-1][4:] == ["0.00", "0.00"]
-    assert "stepped" not in done.stderr + done.stdout
+    assert "stepped" not in err + out
 
 
-def test_a_budget_gets_a_plan_with_a_row_for_each_unit_and_a_picture():
+def test_a_budget_gets_a_plan_with_a_row_for_each_unit_and_a_picture(capfd):
     pytest.importorskip("matplotlib")
     words = ["--budget", "20MiB", "--json=x.json", "--plot", "x.png", script(TRAIN)]
-    done = command(*words)
-    assert done.returncode == 0, done.stderr
+    assert main(["memory", *words]) == 0
+    out, _ = capfd.readouterr()
     assert Path("x.png").read_bytes().startswith(b"\x89PNG")
     assert Path("x.png").stat().st_size > 10_000
     told = json.loads(Path("x.json").read_text())
-    assert "budget        20.00 MiB" in done.stdout
-    lines = done.stdout.splitlines()
+    assert "budget        20.00 MiB" in out
+    lines = out.splitlines()
     header = lines[lines.index("") + 1].split()
-    assert header[:4] == ["unit", "begins", "with", "way"]
+    assert header[:2] == ["module", "way"]
     rows = [line.split() for line in lines[lines.index("") + 2 :]]
     rows = rows[: rows.index([])]
-    assert [row[:3] for row in rows] == [
-        [str(unit["number"]), unit["begins_with"], unit["way"]] for unit in told["units"]
-    ]
-    assert len(rows) > 8
+    assert [row[:2] for row in rows] == [[one["module"], one["way"]] for one in told["units"]]
+    assert [row[0] for row in rows[:3]] == ["1-2", "3-4", "5-6"]  # children of the Sequential
+    assert rows[-1][0] == "(loss)"
+    assert len(rows) >= 8
 
 
 def test_the_bytes_of_a_plan_add_up():
     told = found("--budget=20MiB", script(TRAIN))
     static, plan = told["static_bytes"], told["plan"]
     assert static["parameters"] == 4 * PARAMETERS
-    assert static["gradients"] == 4 * PARAMETERS + LARGEST
+    assert static["gradients"] == 4 * PARAMETERS
     assert static["optimizer"] == 2 * 4 * PARAMETERS
     assert static["batch"] == 1024 * 256 * 4
-    groups = sum(unit["head_bytes"] + unit["tail_bytes"] for unit in told["units"])
+    groups = sum(unit["saved_bytes"] for unit in told["units"])
     assert groups > 0
     assert groups == plan["kept_bytes"] + plan["swapped_bytes"] + plan["recomputed_bytes"]
     assert plan["kept_bytes"] < groups
     assert told["floor_bytes"] <= plan["peak_bytes"] <= plan["budget_bytes"] < told["plain_bytes"]
+    assert plan["measured_bytes"] <= plan["budget_bytes"]
     assert plan["budget_bytes"] == 20 * 2**20
     there = told["bytes_over_a_step"]
     assert max(there["planned"]) == plan["peak_bytes"]
@@ -155,20 +155,13 @@ def test_the_picture_without_a_budget_and_many_units_in_few_rows(capfd):
     path = script("model(batch)", head=deep)
     told = found("--plot=deep.png", path)
     assert Path("deep.png").stat().st_size > 10_000
-    assert len(told["units"]) > 64
+    assert len(told["units"]) > 40
     assert told["policy"] == "search"
-    assert "search" not in told["deciders"]
     capfd.readouterr()
     found("--policy=keep_late_swap", f"--budget={told['budgets'][2]['budget_bytes']}", path)
-    out = capfd.readouterr().out
-    rows = [
-        line.replace(", ", "+").split()
-        for line in out.splitlines()
-        if " addmm" in line or " t, " in line
-    ]
-    assert [row[2] for row in rows] == ["swap", "keep"]
-    assert rows[0][0].startswith("0-")
-    assert rows[1][0].endswith(f"-{len(told['units']) - 1}")
+    lines = capfd.readouterr().out.splitlines()
+    assert sum(line.split()[1:2] in (["swap"], ["keep"]) for line in lines) == 40
+    assert any(line.endswith("rows more") for line in lines)
 
 
 def test_units_and_policy_are_passed_on():
@@ -231,7 +224,7 @@ def test_a_script_gets_its_own_flags_name_folder_and_module():
     ],
 )
 def test_options_end_where_the_script_begins(words, ours, theirs):
-    assert cut(words) == (ours, theirs)
+    assert split_words(words) == (ours, theirs)
 
 
 def test_a_script_that_swallows_errors_is_stopped_all_the_same():
@@ -302,7 +295,7 @@ def test_frozen_parameters_have_no_gradients_and_are_told(capfd):
     assert main(["memory", path]) == 0
     told = found(path)["static_bytes"]
     assert told["parameters"] == 4 * PARAMETERS
-    assert told["gradients"] == 3.5 * PARAMETERS + LARGEST
+    assert told["gradients"] == 3.5 * PARAMETERS
     assert f"{PARAMETERS * 7 // 8:,} of them trained" in capfd.readouterr().out
 
 
@@ -335,7 +328,7 @@ def test_autocast_is_that_of_the_script():
     full = found(script("model(batch)"))
     body = "with torch.autocast('cpu', dtype=torch.bfloat16):\n    model(batch)\n"
     half = found(script(body))
-    sizes = [sum(unit["head_bytes"] for unit in one["units"]) for one in (full, half)]
+    sizes = [sum(unit["saved_bytes"] for unit in one["units"]) for one in (full, half)]
     assert sizes[1] < 0.8 * sizes[0]
 
 
@@ -366,12 +359,12 @@ def test_a_budget_below_the_floor_is_told_in_one_line(capfd):
         (["--budget=1e999GiB", "train.py"], "budget must be bytes"),
         (["--second=disk", "train.py"], "second must be 'host', 'file:FOLDER' or"),
         (["--second=file:/nowhere", "train.py"], "/nowhere"),
-        (["--json=/nowhere/x.json", "train.py"], "folder that is there"),
+        (["--json=/nowhere/x.json", "train.py"], "existing folder"),
         (["--plot=x.jpg", "train.py"], "--plot must end in .png, .pdf, .svg"),
         ([], "a script must follow the options"),
         (["--budget=1GiB"], "a script must follow the options"),
-        (["nosuch.py"], "SCRIPT must be a Python file that is there, not nosuch.py"),
-        (["."], "SCRIPT must be a Python file"),
+        (["nosuch.py"], "SCRIPT must be an existing Python file, not nosuch.py"),
+        (["."], "SCRIPT must be an existing Python file"),
     ],
 )
 def test_wrong_use_is_told_in_one_line_before_the_script_runs(capfd, words, part):
@@ -395,7 +388,7 @@ def test_a_wrong_flag_is_named(capfd, words, part):
     assert part in capfd.readouterr().err
 
 
-def test_files_that_cannot_be_written_are_told(capfd):
+def test_unwritable_files_are_refused(capfd):
     Path("taken").mkdir()
     assert main(["memory", "--json=taken", script(TRAIN)]) == 2
     assert "a file must be writable" in capfd.readouterr().err.splitlines()[-1]
@@ -436,8 +429,8 @@ def test_an_error_of_the_script_has_its_traceback_alone():
     assert lines[0].startswith("Traceback")
     assert lines[1].endswith('train.py", line 10, in <module>')
     assert lines[-2] == "FileNotFoundError: no data"
-    assert lines[-1].startswith("daso: a script must come through one call of its model")
-    assert "FileNotFoundError, as told above" in lines[-1]
+    assert lines[-1].startswith("daso: a script must complete one call of its model")
+    assert "FileNotFoundError, as shown above" in lines[-1]
     assert "daso/cli" not in done.stderr
 
 
@@ -449,7 +442,7 @@ def test_a_script_or_model_that_fails_is_told_by_its_error(capfd, body, error):
     err = refusal(capfd, path, lines=None)
     assert err.startswith("Traceback" if error == "RuntimeError" else "  File")
     assert f"{error}:" in err
-    assert f"ended with {error}, as told above" in err.splitlines()[-1]
+    assert f"ended with {error}, as shown above" in err.splitlines()[-1]
 
 
 def test_ctrl_c_ends_it_in_one_line():

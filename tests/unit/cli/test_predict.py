@@ -8,7 +8,7 @@ from jobs import started, typed
 
 from daso.cli.predict import count
 from daso.errors import ConfigError
-from daso.predict.run_log import read_run
+from daso.predict.jobs import read_run
 
 
 def predict(*words):
@@ -89,7 +89,7 @@ def test_a_run_tells_what_its_steps_and_exchanges_took(tmp_path):
     folder = log_of(tmp_path / "run", first + rest)
     with (folder / "log.jsonl").open("a") as log:
         log.write('{"event": "exch')  # the run goes on
-    job = read_run(folder).job
+    job = read_run(folder)[0]
     assert (job.parameters, job.step_seconds, job.lr) == (1000, 0.11, 0.1)
     assert job.host_seconds == pytest.approx(0.03 / 1000)
     assert job.drift == pytest.approx(2 * 2e-5)  # two nodes are half as far from their mean
@@ -99,26 +99,26 @@ def test_a_run_tells_what_its_steps_and_exchanges_took(tmp_path):
 
 def test_an_exchange_of_a_fragment_is_of_a_part_of_the_parameters(tmp_path):
     some = [exchange(0.1, 0.02, 1e-5, sent=10 * n) | {"fragment": n % 4} for n in range(12)]
-    job = read_run(log_of(tmp_path / "run", some)).job
+    job = read_run(log_of(tmp_path / "run", some))[0]
     assert job.host_seconds == pytest.approx(0.02 / (1000 / 4))
 
 
 def test_a_run_tells_whether_small_tensors_went_alone_and_what_that_took(tmp_path):
     """Where none went between two exchanges, nothing was measured."""
     told = [exchange(0.1, 0.02, 1e-5, sent=at) for at in range(0, 80, 10)]
-    job = read_run(log_of(tmp_path / "without", told)).job
+    job = read_run(log_of(tmp_path / "without", told))[0]
     assert (job.small_parameters, job.small_seconds) == (0, 0)
     taken = [{**one, "small_seconds": at * 1e-3} for at, one in enumerate(told)]
     taken[5]["small_seconds"] = 0.0
-    job = read_run(log_of(tmp_path / "with", taken)).job
+    job = read_run(log_of(tmp_path / "with", taken))[0]
     assert (job.small_parameters, job.small_seconds) == (1000 / 16, 6e-3)  # 4, 6 and 7 ms
 
 
 def test_a_run_tells_whether_its_steps_were_restored(tmp_path):
     told = [exchange(0.1, 0.02, 1e-5, sent=at) for at in range(0, 80, 10)]
-    assert not read_run(log_of(tmp_path / "sgd", told)).job.normalizes
+    assert not read_run(log_of(tmp_path / "sgd", told))[0].normalizes
     told = [{**one, "required_gain": 1.3} for one in told]
-    assert read_run(log_of(tmp_path / "adamw", told)).job.normalizes
+    assert read_run(log_of(tmp_path / "adamw", told))[0].normalizes
 
 
 def test_a_run_whose_nodes_averaged_gradients_tells_what_its_steps_took(tmp_path):
@@ -128,14 +128,14 @@ def test_a_run_whose_nodes_averaged_gradients_tells_what_its_steps_took(tmp_path
         for batch, one in zip((2, 5, 50, 100, 150), seconds, strict=True)
     ]
     folder = log_of(tmp_path / "run", [*told, exchange(0.1, 0.02, 1e-5)])
-    job = read_run(folder).job
+    job = read_run(folder)[0]
     assert (job.step_seconds, job.lr, job.normalizes, job.host_seconds) == (0.111, 1e-3, True, 0)
     spread = 1.4826 * math.log(0.112 / 0.111)
     assert job.jitter == pytest.approx(spread * math.sqrt(2 * 50 / math.pi), rel=0.1)
     done = predict(f"--from={folder}", "--nodes=2", "--policy=auto")
     assert done.returncode == 0, done.stderr
     assert "1, 0, gradients in int8" in done.stdout
-    assert "of exchanges it tells nothing" in done.stdout
+    assert "it has no data on exchanges" in done.stdout
     with pytest.raises(ConfigError, match="at least 4 exchanges"):
         read_run(log_of(tmp_path / "short", told[:3]))
 
@@ -146,11 +146,12 @@ def test_a_run_that_went_on_elsewhere_tells_of_its_last_nodes(tmp_path):
         {"event": "resume", "parameters": 1000, "nodes": 8},
         *(exchange(0.1, 0.02, 7e-5, sent=at) for at in range(0, 80, 10)),
     ]
-    job = read_run(log_of(tmp_path / "run", events)).job
+    job = read_run(log_of(tmp_path / "run", events))[0]
     assert (job.step_seconds, job.jitter) == (0.1, 0.0)
     assert job.drift == pytest.approx(8e-5)
 
 
+@pytest.mark.later("starts ranks")
 def test_a_run_of_this_machine_is_predicted_on_others(tmp_path):
     words = ["-n", "2", "--ranks-per-node=1", "--data.name=synthetic", "--epochs=1"]
     done = started("daso", "train", *words, f"--runs={tmp_path}", "--name=x")
@@ -176,7 +177,7 @@ def test_a_run_of_this_machine_is_predicted_on_others(tmp_path):
         ([*GIVEN, "--steps=100"], "--steps must be at least 400"),
         ([*GIVEN, "--steps=" + "9" * 30], "--steps times --nodes must be at most 100000000"),
         ([*GIVEN, "--parameters=xM"], "must be a number such as 25.6M or 25.6e6, not 'xM'"),
-        ([*GIVEN, "--json=/nowhere/x.json"], "folder that is there"),
+        ([*GIVEN, "--json=/nowhere/x.json"], "existing folder"),
         ([*GIVEN, "--plot=x.foo"], "--plot must end in .png, .pdf, .svg"),
         (["--parameters=0", "--step-ms=1"], "parameters must be a positive number"),
         (["--from=/nowhere"], "--from needs the folder of a run"),

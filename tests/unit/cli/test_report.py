@@ -65,9 +65,7 @@ def test_two_runs_do_not_write_to_one_folder(folder):
     assert len(logged(folder)) == 1
 
 
-def test_a_log_that_cannot_be_written_is_told_once_and_the_summary_is_printed(
-    folder, caplog, capsys, monkeypatch
-):
+def test_unwritable_log_warns_once_and_prints_the_summary(folder, caplog, capsys, monkeypatch):
     class Full:
         def write(self, _):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -82,7 +80,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_the_summary_is_printed(
     folder.summary(SUMMARY)
     folder.close()
     (told,) = caplog.messages
-    assert told.endswith("No space left on device; training goes on without its log")
+    assert told.endswith("No space left on device; training continues without its log")
     assert strict(capsys.readouterr().err) == SUMMARY
 
 
@@ -150,7 +148,7 @@ def test_an_earlier_run_keeps_its_files_under_another_name(tmp_path, caplog):
         assert strict((folder / "summary.json").read_text())["seed"] == seed
         assert len(list(folder.rglob("events.out.tfevents*"))) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/one was of an earlier run, which is {tmp_path}/one-{number} now"
+        f"{tmp_path}/one held an earlier run, which is {tmp_path}/one-{number} now"
         for number in (1, 2)
     ]
 
@@ -195,7 +193,7 @@ def test_a_run_may_go_on_where_the_log_was_lost(tmp_path):
     assert len(logged(made)) == 1
 
 
-def test_a_summary_of_an_earlier_run_does_not_outlive_the_start_of_a_new_one(tmp_path):
+def test_new_run_removes_an_earlier_summary(tmp_path):
     first = RunFolder(tmp_path)
     first.summary(SUMMARY)
     first.close()

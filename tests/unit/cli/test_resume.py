@@ -4,8 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from daso.checkpoint import state
 from daso.checkpoint.state import Loaded
-from daso.cli.train.config import USED_BY, Config, read_config
+from daso.cli.train import resume
+from daso.cli.train.config import USED_BY, Config
+from daso.cli.train.keys import read_config
 from daso.cli.train.resume import FREE, Saver, _differs, _place, _rescaled
 from daso.errors import ConfigError
 
@@ -26,21 +29,21 @@ def other(key, default):
         "schedule.policy": "plateau",
         "exchange.algorithm": "direct",
     }
-    words |= {"exchange.bucket_bytes": "search", "data.name": "digits"}
-    words |= {"exchange.wire": "fp32", "exchange.merge": "delta"}
+    words |= {"gradients.bucket_bytes": "search", "data.name": "digits"}
+    words |= {"wire": "fp32", "merge": "delta"}
     words |= {"exchange.nonfinite": "raise", "tensorboard": "true", "data.folder": "f"}
-    words |= {"checkpoint.memory_folder": "m"}
     words |= {
         "name": "n",
         "runs": "r",
         "device": "cpu",
         "schedule.wait": "2",
-        "exchange.outer": "nesterov",
+        "outer": "nesterov",
     }
-    words |= {"exchange.reducer": "prioritized", "exchange.step": "model"}
-    words |= {"exchange.gradient_wire": "int8"}
+    words |= {"gradients.reducer": "prioritized", "gradients.step": "model"}
+    words |= {"gradients.wire": "int8", "gradients.priority": "fifo"}
+    words |= {"gradients.link_efficiency": "0.5", "exchange.keep_local": "queue"}
     words |= {"exchange.gpu_direct": "true", "exchange.step_restoration": "off"}
-    words |= {"optimizer.momentum": "0.5", "exchange.outer_momentum": "0.5"}
+    words |= {"optimizer.momentum": "0.5", "outer_momentum": "0.5"}
     return words.get(key) or str(default + 1)
 
 
@@ -115,10 +118,8 @@ class Alone:
     """A topology of one rank."""
 
     rank, world_size, is_spare = 0, 1, False
-    # torchrun's agents count their own restarts.
-    world_comm = SimpleNamespace(bcast=lambda value: value, allgather=lambda value: [set(), value])
 
-    def raise_on_all_ranks(self, problem, error):
+    def raise_on_all_ranks(self, problem, error, _):
         assert problem is None
 
 
@@ -127,7 +128,10 @@ def saver(tmp_path, monkeypatch):
     """One that tells where it would begin."""
     made = Saver(SimpleNamespace(config=Config(runs=str(tmp_path), name="x"), topology=Alone()))
     monkeypatch.setattr(made, "resume", lambda: "resumed")
-    monkeypatch.setattr(made, "_told_by_rank_0", lambda text: text)
+    # torchrun's agents count their own restarts.
+    monkeypatch.setattr(resume, "gather", lambda _, value, __: [set(), value])
+    monkeypatch.setattr(state, "broadcast", lambda _, value, __: value)
+    monkeypatch.setattr(resume, "broadcast", lambda _, value, __: value)
     return made
 
 

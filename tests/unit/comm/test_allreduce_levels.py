@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from daso.comm.allreduce.levels import LevelledMean, Transfers
-from daso.comm.allreduce.runners import SequentialAllReduce, carry
+from daso.comm.allreduce.levels import MultiLevelMean, Transfers
+from daso.comm.allreduce.runners import SequentialAllReduce, copy_transfers
 from daso.comm.reduction import Row, WeightedMean
 from daso.kernels.codecs import codec_named, dense_codec, exact_codec
 from daso.kernels.rows import FlatTensors
@@ -121,7 +121,7 @@ def test_what_every_level_rounds_away_comes_back(plan, wire, largest):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=ids)
-def test_what_a_sparse_wire_holds_back_on_any_level_comes_with_a_dense_exchange(plan):
+def test_dense_exchange_sends_residuals_of_all_levels(plan):
     """On its levels owners hold back parts of running means: the dense one passes means, too."""
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randn(NUMEL, generator=generator) for _ in range(plan.peers)]
@@ -144,7 +144,7 @@ def test_what_a_sparse_wire_holds_back_on_any_level_comes_with_a_dense_exchange(
 @pytest.mark.parametrize("plan", ROUNDING, ids=ids)
 @pytest.mark.parametrize("wire", ["bf16", "int4"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_reaches_all_and_is_gone_with_the_next_round(plan, wire, bad):
+def test_nonfinite_value_lasts_one_round(plan, wire, bad):
     codec, peers = codec_named(wire), plan.peers
     means = SequentialAllReduce(
         codec, [1] * peers, peers, plan, [{} for _ in range(peers)], of_gradients=True
@@ -179,7 +179,7 @@ def test_messages_are_those_of_the_cost_model(plan):
     numel = 2 * 3 * 4 * 7 * BLOCK
     codec, rows = codec_named("fp32"), [Row(torch.zeros(numel)) for _ in range(plan.peers)]
     ranks = [
-        LevelledMean(plan, rank, WeightedMean(codec, [1] * plan.peers, plan.peers, {}))
+        MultiLevelMean(plan, rank, WeightedMean(codec, [1] * plan.peers, plan.peers, {}))
         for rank in range(plan.peers)
     ]
     message = numel // plan.messages_of_chunk // 2
@@ -204,7 +204,7 @@ def test_a_chunk_is_delivered_after_all_before_it():
     rows = [Row(torch.ones(NUMEL)) for _ in range(plan.peers)]
     chunks = plan.chunks(NUMEL, BLOCK // 4)
     ranks = [
-        LevelledMean(plan, rank, WeightedMean(codec, [1] * plan.peers, plan.peers, {}))
+        MultiLevelMean(plan, rank, WeightedMean(codec, [1] * plan.peers, plan.peers, {}))
         for rank in range(plan.peers)
     ]
 
@@ -216,7 +216,7 @@ def test_a_chunk_is_delivered_after_all_before_it():
             found = [next(one) for one in each]
             if not any(isinstance(step, Transfers) for step in found):
                 return each, found
-            carry(found)
+            copy_transfers(found)
 
     _, wait = to_the_end(1)
     assert not any(step() for step in wait)

@@ -9,7 +9,7 @@ from fake_cuda import Copies, Cuda
 
 from daso.comm.device.cuda import pages
 from daso.comm.mpi import load
-from daso.comm.shared_memory import SharedWindow
+from daso.comm.node.shm import SharedWindow
 
 DEVICE = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def copies(cuda):
 def test_a_copy_out_comes_after_what_computes_it_and_nothing_waits_for_it(cuda, copies):
     source, target = Row(cuda), Row(cuda)
     cuda.compute.launch()
-    arrived = copies.out(source, target)
+    arrived = copies.to_host(source, target)
     assert target.written_on is not cuda.compute
     assert target.written_after["compute"] == 1
     assert cuda.compute.after == {"compute": 1}
@@ -55,26 +55,26 @@ def test_a_copy_out_comes_after_what_computes_it_and_nothing_waits_for_it(cuda, 
     assert source.kept_for == [target.written_on]
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_a_copy_back_waits_for_other_launches_only_when_told(cuda, copies, in_turn):
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_copy_back_waits_for_other_launches_only_when_told(cuda, copies, in_order):
     source, target = Row(cuda), Row(cuda)
     source.is_cuda = False
     cuda.compute.launch()
-    copies.back(source, target, in_turn=in_turn)
-    assert target.written_after.get("compute", 0) == int(in_turn)
+    copies.to_device(source, target, in_order=in_order)
+    assert target.written_after.get("compute", 0) == int(in_order)
     assert target.kept_for == [target.written_on]
 
 
 def test_copies_each_way_and_what_runs_beside_do_not_wait_for_each_other(cuda, copies):
     there, back = Row(cuda), Row(cuda)
-    copies.out(Row(cuda), there)
-    copies.back(Row(cuda), back)
-    with copies.beside():
+    copies.to_host(Row(cuda), there)
+    copies.to_device(Row(cuda), back)
+    with copies.side_stream():
         beside = cuda.current_stream(DEVICE)
-        event = copies.mark().__self__
+        event = copies.completion().__self__
     assert len({there.written_on, back.written_on, beside, cuda.compute}) == 4
     assert event.stream is beside
-    assert copies.mark().__self__.stream is cuda.compute
+    assert copies.completion().__self__.stream is cuda.compute
 
 
 def test_rows_are_pinned_page_by_page_and_given_back(cuda, copies):

@@ -82,7 +82,7 @@ def test_messages_of_a_fast_link_do_not_wait_for_a_poll(carry_out):
     [(0.0, 200, 400), (0.002, 600, 900), (0.064, 19, 30), (9, 4, 8)],
 )
 def test_others_are_waited_for_by_the_time_that_is_left(carry_out, due_seconds, least, most):
-    (one,) = carry_out(0.08, wraps=module.Arrival, due_seconds=due_seconds)
+    (one,) = carry_out(0.08, wraps=module.PeerRendezvous, due_seconds=due_seconds)
     assert least < one.polls < most
     (one,) = carry_out(0.08, due_seconds=due_seconds)
     assert 200 < one.polls < 400, "where messages cross, the link is not kept waiting"
@@ -91,7 +91,7 @@ def test_others_are_waited_for_by_the_time_that_is_left(carry_out, due_seconds, 
 @pytest.mark.parametrize(("rounds", "least", "most"), [(0, 4, 8), (1, 4, 8), (4, 15, 25)])
 def test_ranks_on_whose_way_messages_lie_rest_shorter(carry_out, rounds, least, most):
     def wraps(requests):
-        return module.Arrival(requests, rounds)
+        return module.PeerRendezvous(requests, rounds)
 
     (one,) = carry_out(0.08, wraps=wraps, due_seconds=9.0)
     assert least < one.polls < most
@@ -100,7 +100,7 @@ def test_ranks_on_whose_way_messages_lie_rest_shorter(carry_out, rounds, least, 
 @pytest.fixture
 def resting(monkeypatch):
     """An engine that would rest for ten minutes, at work that is over when a test says so."""
-    monkeypatch.setattr(module, "PATIENT_SECONDS", 600.0)
+    monkeypatch.setattr(module, "PEER_POLL_SECONDS", 600.0)
     engine = module.Engine(20.0, str)
     told = SimpleNamespace(engine=engine, begins=threading.Event(), there=threading.Event())
     told.asked, told.polls = threading.Event(), 0
@@ -114,7 +114,7 @@ def resting(monkeypatch):
 
     def work():
         yield told.begins.is_set
-        yield module.Arrival(["of all ranks"])
+        yield module.PeerRendezvous(["of all ranks"])
         return "together"
 
     told.handle = engine.submit(work(), due_seconds=9600.0)
@@ -165,6 +165,6 @@ def test_a_slow_link_is_no_missing_rank(moves):
     handle = engine.submit(work())
     with pytest.raises(StallError, match="no answer from world rank 1") as caught:
         engine.wait(handle)
-    assert ("messages come, the last one 0.0 s ago: a slow link" in str(caught.value)) == moves
+    assert ("the last message arrived 0.0 s ago: a slow link" in str(caught.value)) == moves
     ends.set()
     engine.close()

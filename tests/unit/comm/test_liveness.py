@@ -7,7 +7,7 @@ from local_world import run_ranks
 from daso.comm.health import liveness
 from daso.comm.health.liveness import LivenessProbe
 
-MAYBE = "which hangs, or the link to it does"
+MAYBE = "which hangs or is disconnected"
 
 
 class Clock:
@@ -62,6 +62,6 @@ def test_who_answers_in_time_is_there_at_every_probe(monkeypatch):
         call.free()
         return found
 
-    slow = "every rank answers, so the link is slow, or an exchange too large for it"
-    absent = "every rank answers, but world rank 1 on host b did not come"
+    slow = "every rank answers, so the link is slow, or the exchange is too large for it"
+    absent = "every rank answers, but world rank 1 on host b did not arrive"
     assert run_ranks(2, body)[0] == [slow, absent] * 2

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 from mpi4py import MPI
 
+import daso
 from daso.comm.device.nccl_library import describe, start
 
 
@@ -129,8 +130,9 @@ class Starts:
 
 
 def test_a_start_that_others_do_not_take_part_in_ends():
-    nccl = Starts()
+    nccl, alone = Starts(), daso.Topology(MPI.COMM_SELF)
     with pytest.raises(RuntimeError, match=r"not all ranks of the node started it within 0.1 s"):
-        start(MPI.COMM_SELF, nccl, nullcontext, 0.1)
+        start(alone, nccl, nullcontext, 0.1)
     nccl.go_on.set()
-    assert start(MPI.COMM_SELF, nccl, nullcontext, 5.0) == (1, b"name", 0)
+    assert start(alone, nccl, nullcontext, 5.0) == (1, b"name", 0)
+    alone.free()

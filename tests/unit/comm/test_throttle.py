@@ -61,3 +61,9 @@ def test_two_optimizers_of_one_program_stretch_its_computing_once(clock):
         found.append(clock.now - before)
     assert found[0] == pytest.approx(2)  # first steps hold the setup
     assert found[1:] == pytest.approx([6] * 7)
+
+
+def test_steps_that_are_not_stretched_have_nothing_to_call():
+    assert stretch() is None
+    with throttled(None, 1.0):
+        assert stretch() is None

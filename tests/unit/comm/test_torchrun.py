@@ -12,8 +12,8 @@ import pytest
 from jobs import slowness
 from torch.distributed import TCPStore
 
-from daso.comm.torchrun import world
-from daso.comm.torchrun.pmi_server import RankLostError, Ranks, mapping_of
+from daso.comm.torchrun import pmi
+from daso.comm.torchrun.pmi import RankLostError, Ranks, mapping_of
 from daso.environment import (
     TorchrunAgents,
     read_launch,
@@ -137,9 +137,9 @@ def test_what_one_puts_another_gets_and_all_leave_a_barrier_together():
 def test_a_rank_that_goes_before_its_end_ends_all():
     ranks = Ranks(["a", "b"])
     assert ranks.answer(0, "cmd=finalize") == {0: "cmd=finalize_ack rc=0"}
-    ranks.gone(0)
+    ranks.disconnect(0)
     with pytest.raises(RankLostError):
-        ranks.gone(1)
+        ranks.disconnect(1)
 
 
 # --- how they meet -------------------------------------------------------------------------------
@@ -150,10 +150,10 @@ def agents():
     """Return what a rank is told by agents whose store is there."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
     yield lambda rank, size: TorchrunAgents(rank, size, "127.0.0.1", store.port, "job")
-    for server in world._servers:
+    for server in pmi._servers:
         server.stdin.close()
         server.wait(timeout=20)
-    world._servers.clear()
+    pmi._servers.clear()
 
 
 def meet(agents, came, size, seconds):
@@ -162,7 +162,7 @@ def meet(agents, came, size, seconds):
 
     def enter(rank):
         try:
-            found[rank] = world.rendezvous(agents(rank, size), seconds)
+            found[rank] = pmi.rendezvous(agents(rank, size), seconds)
         except TopologyError as error:
             found[rank] = error
 
@@ -183,7 +183,7 @@ def test_all_ranks_get_a_connection_to_one_server_that_ends_with_the_last(agents
     found = meet(agents, range(3), 3, 20.0)
     assert ask(found[1], "cmd=put kvsname=daso key=a value=1") == "cmd=put_result msg=success rc=0"
     assert ask(found[2], "cmd=get kvsname=daso key=a") == "cmd=get_result rc=0 value=1"
-    (server,) = world._servers
+    (server,) = pmi._servers
     for rank, connection in found.items():
         assert server.poll() is None, rank
         assert ask(connection, "cmd=finalize") == "cmd=finalize_ack rc=0"
@@ -218,7 +218,7 @@ def test_who_finds_the_server_of_an_earlier_start_looks_again(agents):
 
 
 def meet_alone(found, one):
-    found[one.rank] = world.rendezvous(one, 20.0)
+    found[one.rank] = pmi.rendezvous(one, 20.0)
 
 
 @pytest.mark.later("waits for ranks that do not come")
@@ -237,7 +237,7 @@ def test_without_the_first_rank_the_others_say_that_they_met_none(agents):
 
 
 def test_who_does_not_know_the_word_is_no_rank():
-    words = [sys.executable, "-m", "daso.comm.torchrun.pmi_server", "1", "20"]
+    words = [sys.executable, "-m", "daso.comm.torchrun.pmi", "1", "20"]
     pipe = subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as server:
         port, token = server.stdout.readline().split()
@@ -256,7 +256,7 @@ def test_who_does_not_know_the_word_is_no_rank():
 
 
 def test_the_server_ends_with_who_started_it():
-    words = [sys.executable, "-m", "daso.comm.torchrun.pmi_server", "2", "99"]
+    words = [sys.executable, "-m", "daso.comm.torchrun.pmi", "2", "99"]
     pipe = subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as server:
         server.stdout.readline()

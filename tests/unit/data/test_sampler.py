@@ -60,7 +60,7 @@ def test_no_sample_twice_in_an_epoch_and_only_the_tail_is_dropped(world, epoch):
 
 @checked
 @given(worlds(), st.integers(0, 1000))
-def test_one_rank_with_the_same_global_batch_meets_the_same_samples_in_every_step(world, epoch):
+def test_same_global_batch_sees_the_same_samples(world, epoch):
     alone = world | {"size": 1, "batch_size": world["size"] * world["batch_size"]}
     assert global_batches(world, epoch) == global_batches(alone, epoch)
 
@@ -96,7 +96,7 @@ def test_seed_and_epoch_each_change_the_order():
     assert len({tuple(order) for order in orders}) == 9
 
 
-def test_the_order_does_not_depend_on_global_randomness_and_leaves_it_alone():
+def test_order_is_independent_of_global_randomness():
     world = {"length": 100, "size": 2, "batch_size": 5}
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -115,7 +115,7 @@ def test_the_epoch_moves_by_set_epoch_alone():
     assert sampler.state_dict() == {"epoch": 1, "batch": 4}
 
 
-def test_set_epoch_keeps_a_restored_place_in_the_same_epoch_and_drops_it_in_another():
+def test_set_epoch_keeps_a_restored_place_in_its_epoch():
     sampler = ShardedSampler(20, rank=0, size=1, batch_size=5)
     sampler.load_state_dict({"epoch": 2, "batch": 3})
     sampler.set_epoch(2)

@@ -55,7 +55,7 @@ def test_no_windows_without_a_context_or_enough_bytes(data, context):
         ByteWindows(data, context)
 
 
-def test_a_folder_is_joined_in_the_order_of_its_paths_and_cut_at_nine_tenths(tmp_path):
+def test_folder_is_joined_by_path_and_cut_at_90_percent(tmp_path):
     files = {"b.txt": "2" * 50, "a/z.py": "1" * 40, "c.md": "3" * 10, "a.bin": "x" * 100}
     write(tmp_path, files)
     assert read(load_text(tmp_path, train=True, context=1)) == b"1" * 40 + b"2" * 49
@@ -86,9 +86,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         load_text(tmp_path, train=True, context=1)
 
 
-def test_the_library_is_its_modules_without_tests_and_what_machines_differ_in(
-    tmp_path, monkeypatch
-):
+def test_library_files_leave_out_tests_and_machine_files(tmp_path, monkeypatch):
     left_out = [
         "_sysconfigdata__linux.py",
         "sitecustomize.py",

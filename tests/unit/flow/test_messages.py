@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from daso.flow.messages import NO_TICKET, Message, Ticket, message_seconds, pack, unpack
+from daso.flow.messages import NO_ADMISSION, Admission, Message, message_seconds, pack, unpack
 
 HOST = torch.device("cpu")
 DTYPES = [
@@ -20,7 +20,7 @@ DTYPES = [
 
 def message(number, *payload):
     back = bool(number % 2)
-    return Message(number, back, 2, (number, -1, 3), payload, Ticket(1, (number, 0)))
+    return Message(number, back, 2, (number, -1, 3), payload, Admission(1, (number, 0)))
 
 
 def assert_same(found, expected):
@@ -52,7 +52,7 @@ def test_tensors_of_every_type_and_shape_arrive_as_they_were(dtype, shape):
     assert_same(list(unpack(pack(sent), HOST)), sent)
 
 
-def test_what_wants_gradients_still_does_and_what_lies_apart_is_put_together():
+def test_packing_keeps_requires_grad_and_makes_tensors_contiguous():
     wants = torch.rand(4, 6).requires_grad_()
     sent = [message(1, wants, torch.rand(6, 4).T, torch.rand(8, 3)[::2])]
     assert_same(list(unpack(pack(sent), HOST)), sent)
@@ -69,6 +69,6 @@ def test_writing_to_a_tensor_changes_no_other_of_its_packet():
 def test_every_message_takes_time():
     small, large = torch.zeros(4), torch.zeros(1 << 20)
     taken = message_seconds(
-        [Message(0, False, 0, (0,), (one,), NO_TICKET) for one in (small, large)]
+        [Message(0, False, 0, (0,), (one,), NO_ADMISSION) for one in (small, large)]
     )
     assert 0 < taken[0] < taken[1]

@@ -1,5 +1,6 @@
 """Triton kernels as GPUs get them; no GPU is needed; test_triton.py starts it."""
 
+import itertools
 import re
 
 import pytest
@@ -20,7 +21,13 @@ TYPES = {
 EACH = TILE.value // 128 // 4  # accesses of 16 bytes by a thread, for a tile of fp32
 # The same of a payload; codes of int8, int4 and int2 are bytes.
 PAYLOAD = {"fp32": EACH, "bf16": EACH // 2, "fp16": EACH // 2, "int8": 0, "int4": 0, "int2": 0}
-pytestmark = pytest.mark.parametrize("capability", [80, 90])
+
+
+def on_gpus(names, cases):
+    """Return a marker: every case for compute capability 9.0, and the last for 8.0 too."""
+    cases = [one if isinstance(one, tuple) else (one,) for one in cases]
+    every = [(90, *case) for case in cases]
+    return pytest.mark.parametrize(["capability", *names], [*every, (80, *cases[-1])])
 
 
 def compiled(function, capability, constants, **types):
@@ -55,8 +62,7 @@ def wide(ptx, access):
     return len(re.findall(rf"{access}\.global[a-z0-9.:_]*\.v4\.b32", ptx))
 
 
-@pytest.mark.parametrize("wire", FORMATS)
-@pytest.mark.parametrize("gradients", [False, True])
+@on_gpus(["wire", "gradients"], itertools.product(FORMATS, [True, False]))
 def test_encode(capability, wire, gradients):
     constants = {"FORMAT": FORMATS[wire], "GRADIENTS": gradients, "ALIGNED": True}
     if gradients:
@@ -68,13 +74,14 @@ def test_encode(capability, wire, gradients):
     assert wide(ptx, "st") >= EACH
 
 
+@on_gpus([], [()])
 def test_encode_spans_that_begin_anywhere(capability):
     constants = {"FORMAT": FORMATS["int4"], "GRADIENTS": False, "ALIGNED": False}
     ptx = compiled(programs.encode_row, capability, constants)
     assert wide(ptx, "st") == 0
 
 
-@pytest.mark.parametrize("wire", FORMATS)
+@on_gpus(["wire"], FORMATS)
 def test_reduce(capability, wire):
     constants = {"FORMAT": FORMATS[wire], "GRADIENTS": True, "ALIGNED": True}
     ptx = compiled(programs.reduce_row, capability, constants)
@@ -84,8 +91,8 @@ def test_reduce(capability, wire):
     assert "div.rn" in ptx
 
 
-@pytest.mark.parametrize(
-    ("wire", "absent", "reads", "writes"),
+@on_gpus(
+    ["wire", "absent", "reads", "writes"],
     [
         *((wire, ("negated",), 2, 4) for wire in FORMATS),
         ("bf16", ("shown", "rounding", "others"), 0, 1),
@@ -101,7 +108,7 @@ def test_accept(capability, wire, absent, reads, writes):
     assert "div.rn" in ptx
 
 
-@pytest.mark.parametrize("code", [0, 2, 3])
+@on_gpus(["code"], [0, 2, 3])
 def test_mean_of_rows(capability, code):
     constants = {"FORMAT": code, "WRITTEN": code, "ALIGNED": True}
     ptx = compiled(programs.mean_of_rows, capability, constants, total="*fp32")
@@ -110,7 +117,7 @@ def test_mean_of_rows(capability, code):
     assert wide(ptx, "st") == EACH + accesses
 
 
-@pytest.mark.parametrize("how", [programs.COPY, programs.ADD, programs.PULL])
+@on_gpus(["how"], [programs.COPY, programs.ADD, programs.PULL])
 def test_merge(capability, how):
     ptx = compiled(programs.merge_row, capability, {"HOW": how.value}, row="*fp32")
     # The row, and tensors of fp32 or 16 bits.

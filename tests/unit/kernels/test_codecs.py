@@ -151,7 +151,7 @@ def distinct(numel, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("numel", LENGTHS)
-def test_topk_sends_exactly_the_largest_of_each_block_in_bf16_and_zeros_elsewhere(numel, dtype):
+def test_topk_sends_the_largest_of_each_block(numel, dtype):
     values = distinct(numel, dtype)
     sent = through("topk", values)
     assert sent.dtype == dtype
@@ -191,7 +191,7 @@ def test_topk_sends_equal_numbers_as_often_as_it_may():
     assert [int((part != 0).sum()) for part in sent.split(4096)] == [64, 2]
 
 
-def test_topk_sends_blocks_apart_so_that_a_block_of_small_numbers_is_not_forgotten():
+def test_topk_sends_values_of_every_block():
     values = torch.cat([distinct(4096, torch.float32), 1e-6 * distinct(4096, torch.float32)])
     assert [int((part != 0).sum()) for part in through("topk", values).split(4096)] == [64, 64]
 

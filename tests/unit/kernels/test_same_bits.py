@@ -360,6 +360,16 @@ def test_payloads_shorter_than_their_row_are_refused(native, wire):
         native.accept(mean, short, 0, numel, ShardRows(row), sums)
 
 
+@pytest.mark.parametrize("rows", [{}, {"residual": torch.zeros(3), "reference": torch.zeros(3)}])
+def test_gradients_without_a_residual_or_with_another_row_are_refused(kernels, rows):
+    codec, row = codec_named("int4"), torch.zeros(3)
+    payload = torch.empty(codec.nbytes(3), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="gradients must be encoded with a residual"):
+        kernels.encode(
+            codec, FlatTensors([row]), [(0, 3)], payload, EncodeRows(gradients=True, **rows)
+        )
+
+
 @pytest.mark.parametrize(
     "row",
     [torch.zeros(300, dtype=torch.float64), torch.zeros(299), torch.zeros(600)[::2]],

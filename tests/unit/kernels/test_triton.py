@@ -11,14 +11,9 @@ import pytest
 from jobs import HANG_SECONDS
 
 
+@pytest.mark.later("Triton interprets, or compiles, every kernel in a process of its own")
 @pytest.mark.slow("Triton interprets, or compiles, every kernel in a process of its own")
-@pytest.mark.parametrize(
-    ("tests", "interprets"),
-    [
-        ("on_interpreter", "1"),
-        pytest.param("on_compiler", "0", marks=pytest.mark.later("compiles every kernel")),
-    ],
-)
+@pytest.mark.parametrize(("tests", "interprets"), [("on_interpreter", "1"), ("on_compiler", "0")])
 def test_kernels(tests, interprets, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", interprets)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

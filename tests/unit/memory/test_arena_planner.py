@@ -34,7 +34,7 @@ def needed(some):
 def check(some, arena, alignment):
     for (a, at), (b, bt) in combinations(zip(some, arena.offsets, strict=True), 2):
         apart = at + a.nbytes <= bt or bt + b.nbytes <= at
-        assert apart or not a.meets(b) or 0 in {a.nbytes, b.nbytes}
+        assert apart or not a.overlaps(b) or 0 in {a.nbytes, b.nbytes}
     assert all(at % alignment == 0 for at in arena.offsets)
     ends = [at + one.nbytes for one, at in zip(some, arena.offsets, strict=True)]
     assert max(ends, default=0) <= arena.nbytes < max(ends, default=0) + alignment
@@ -42,7 +42,7 @@ def check(some, arena, alignment):
 
 
 @given(blocks(), st.sampled_from([*QUICK, "best"]), st.sampled_from([1, 16, 64]))
-def test_no_two_are_over_each_other_while_both_are_needed(some, way, alignment):
+def test_blocks_with_overlapping_lifetimes_do_not_overlap(some, way, alignment):
     arena = pack(some, way, alignment=alignment)
     check(some, arena, alignment)
     assert arena.way in QUICK
@@ -52,7 +52,7 @@ def test_no_two_are_over_each_other_while_both_are_needed(some, way, alignment):
 
 @given(blocks(most=6, nbytes=20, steps=6))
 @settings(deadline=None)
-def test_all_orders_find_none_that_is_larger_than_others(some):
+def test_exact_is_never_larger_than_the_heuristics(some):
     exact = pack(some, "exact", alignment=1)
     check(some, exact, 1)
     for way in QUICK:
@@ -61,7 +61,7 @@ def test_all_orders_find_none_that_is_larger_than_others(some):
 
 @given(blocks(most=4, nbytes=3, steps=4))
 @settings(deadline=None, max_examples=50)
-def test_all_orders_find_the_smallest_there_is(some):
+def test_exact_finds_the_smallest_arena(some):
     exact = pack(some, "exact", alignment=1).nbytes
 
     def fits(size):
@@ -70,7 +70,7 @@ def test_all_orders_find_the_smallest_there_is(some):
             all(
                 at + a.nbytes <= bt or bt + b.nbytes <= at
                 for (a, at), (b, bt) in combinations(zip(some, offsets, strict=True), 2)
-                if a.meets(b)
+                if a.overlaps(b)
             )
             for offsets in product(*places)
         )
@@ -123,9 +123,9 @@ def test_steps_forward_and_back_need_what_is_needed_at_once():
     ("some", "way", "part"),
     [
         ([Block(1, 0, 1)], "first", "way must be best, greedy"),
-        ([Block(-1, 0, 1)], "best", "must have bytes"),
+        ([Block(-1, 0, 1)], "best", "must have a size"),
         ([Block(1, 3, 3)], "best", "end after it begins"),
-        ([Block(1, 0, 1)] * (EXACT_MOST + 1), "exact", f"of {EXACT_MOST} blocks at most"),
+        ([Block(1, 0, 1)] * (EXACT_MOST + 1), "exact", f"at most {EXACT_MOST} blocks"),
     ],
 )
 def test_what_cannot_be_placed_is_told(some, way, part):
@@ -133,7 +133,7 @@ def test_what_cannot_be_placed_is_told(some, way, part):
         pack(some, way)
 
 
-def test_nothing_needs_nothing():
+def test_no_blocks_need_no_bytes():
     assert pack([]).nbytes == 0
     assert pack([Block(0, 0, 1)]).nbytes == 0
     assert lower_bound([]) == 0

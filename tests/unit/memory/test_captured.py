@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, dropout, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from daso.errors import ConfigError
-from daso.memory.captured.guards import Tensors, Whole
+from daso.memory.captured.guards import ModelWithLoss, ModuleTensors
 from daso.memory.captured.planner import WAYS
 from daso.memory.captured.step import CapturedStep
 from daso.memory.captured.tracing import capture
@@ -142,10 +142,10 @@ def test_twenty_steps_are_those_of_ordinary_ones(kind):
         *(pytest.param(way, marks=pytest.mark.later("another way")) for way in FASTER),
     ],
 )
-def test_memory_that_is_not_needed_any_more_may_hold_anything(kind, way):
+def test_poisoning_dead_memory_changes_no_result(kind, way):
     model, twin = pair(kind)
-    whole, given = Whole(model, cross_entropy), next(batches(kind))
-    tensors = Tensors(whole)
+    whole, given = ModelWithLoss(model, cross_entropy), next(batches(kind))
+    tensors = ModuleTensors(whole)
     run = capture(whole, tensors, given, way, _poison=True)
     for batch in batches(kind, 3):
         before = torch.get_rng_state()
@@ -159,17 +159,17 @@ def test_memory_that_is_not_needed_any_more_may_hold_anything(kind, way):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_two_tensors_that_are_needed_share_memory(kind):
+def test_live_tensors_do_not_share_memory(kind):
     model, _ = pair(kind)
-    whole = Whole(model, cross_entropy)
-    run = capture(whole, Tensors(whole), next(batches(kind)), "best")
+    whole = ModelWithLoss(model, cross_entropy)
+    run = capture(whole, ModuleTensors(whole), next(batches(kind)), "best")
     blocks = run.recording.blocks
     spans = {home: (blocks[home], at, at + blocks[home].nbytes) for home, at in run.offsets.items()}
     assert {*range(len(blocks))} - {*spans} == run.recording.loose
     assert all(start % 64 == 0 and stop <= run.plan.nbytes for _, start, stop in spans.values())
     assert run._arena.data_ptr() % 64 == 0
     for (one, start, stop), (other, begin, end) in combinations(spans.values(), 2):
-        assert not one.meets(other) or stop <= begin or end <= start
+        assert not one.overlaps(other) or stop <= begin or end <= start
     # What an operation is given and writes is needed while it runs: seen from the views themselves.
     places, env = run.recording.places, run._env
     for index, step in enumerate(run.recording.steps):
@@ -213,7 +213,7 @@ class Pair(nn.Module):
         return self.linear(x) + self.a + self.b
 
 
-def test_gradients_that_are_one_tensor_get_memory_of_their_own():
+def test_gradients_of_one_tensor_get_separate_memory():
     model, twin = pair(Pair)
     first, second = batches(mlp, 2)
     step = CapturedStep(model, cross_entropy, *first)
@@ -379,7 +379,7 @@ def test_capturing_changes_nothing(kind):
 # --- what it needs --------------------------------------------------------------------------------
 
 
-def test_the_report_tells_of_memory_and_operations():
+def test_the_report_counts_memory_and_operations():
     report = CapturedStep(cnn(), cross_entropy, *next(batches(cnn))).report()
     assert report.bound <= report.arena < report.one_by_one
     assert report.ops == report.direct + report.in_place + sum(report.allocating.values())
@@ -424,9 +424,9 @@ def test_operations_that_write_directly_allocate_nothing():
     step = CapturedStep(model, cross_entropy, *given)
     report = step.report()
     assert report.direct == report.ops == 20
-    assert allocated(step._run, [*step._tensors.read(), *given]) == 0
+    assert allocated(step._run, [*step._guard.values(given)]) == 0
     other = CapturedStep(cnn(), cross_entropy, *(batch := next(batches(cnn))))
-    assert allocated(other._run, [*other._tensors.read(), *batch]) > 0  # it would be seen
+    assert allocated(other._run, [*other._guard.values(batch)]) > 0  # it would be seen
 
 
 def test_nothing_is_resized(capfd):
@@ -479,13 +479,15 @@ CHANGES = {
         model, "11", nn.Identity()
     ),
     "0.weight": lambda model: model[0].weight.requires_grad_(False),
-    "hooks": lambda model: model[0].register_forward_hook(lambda *_: None),
-    "hooks ": lambda model: model[0].weight.register_hook(lambda grad: grad * 2),
+    "module 0 has one": lambda model: model[0].register_forward_hook(lambda *_: None),
+    "parameter 0.weight has one": lambda model: model[0].weight.register_hook(
+        lambda grad: grad * 2
+    ),
 }
 
 
 @pytest.mark.parametrize("match", CHANGES)
-def test_what_has_changed_since_is_noticed(match):
+def test_changes_since_the_capture_run_an_ordinary_step(match):
     model, twin = pair(cnn)
     inputs, targets = next(batches(cnn))
     step = CapturedStep(model, cross_entropy, inputs, targets)
@@ -552,7 +554,7 @@ class Odd(nn.Module):
         ("lists", "two traces of it differ"),
         ("draws", "Python's random"),
         ("masks", "depends on values"),
-        ("keeps", "changes, by|no buffer"),
+        ("keeps", "changes an input or a constant|not a buffer"),
         ("replaces", r"replaces model\.count"),
     ],
 )
@@ -587,7 +589,7 @@ class Rewound(nn.Module):
 
 def test_a_recording_with_other_results_is_not_used():
     model, twin = pair(Rewound)
-    step = unfit("its results are then others", model, cross_entropy, X, Y)
+    step = unfit("its results then differ", model, cross_entropy, X, Y)
     both(step, model, twin, (X, Y))
 
 
@@ -609,18 +611,18 @@ def test_parts_that_run_again_in_the_backward_pass_run_on_copies():
     assert step.report().fallbacks == 0
 
 
-def test_another_models_parameters_are_no_constants():
+def test_steps_that_use_another_models_parameters_are_not_captured():
     other = nn.Linear(CLASSES, CLASSES)
     batch = next(batches(mlp))
-    step = unfit("none of its parameters", mlp(), lambda x, y: cross_entropy(other(x), y), *batch)
+    step = unfit("but is not a parameter", mlp(), lambda x, y: cross_entropy(other(x), y), *batch)
     step(*batch)
     assert other.weight.grad is not None
 
 
-def test_what_is_given_may_not_be_changed_in_place():
+def test_steps_that_change_an_input_in_place_are_not_captured():
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, CLASSES))
     inputs, targets = next(batches(mlp))
-    step = unfit("changes, by", model, cross_entropy, inputs, targets)
+    step = unfit("changes an input or a constant", model, cross_entropy, inputs, targets)
     assert (inputs < 0).any()
     step(inputs, targets)
     assert (inputs >= 0).all()
@@ -664,7 +666,7 @@ def test_wrong_arguments_are_refused(arguments, match):
         CapturedStep(*arguments)
 
 
-def test_a_way_that_is_none_is_refused():
+def test_an_unknown_way_is_refused():
     with pytest.raises(ConfigError, match="way must be"):
         CapturedStep(mlp(), cross_entropy, X, Y, way="luck")
 
@@ -674,7 +676,7 @@ def test_errors_of_the_model_are_its_own():
         CapturedStep(mlp(), cross_entropy, torch.ones(8, 7), Y)
 
 
-def test_no_warning_comes_from_a_step_that_fits():
+def test_a_captured_step_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         CapturedStep(mlp(), cross_entropy, X, Y)(X, Y)

@@ -41,7 +41,7 @@ def any_plan(draw):
 
 @checked
 @given(any_plan())
-def test_groups_of_a_level_hold_every_rank_once_and_a_rank_is_where_its_digit_says(plan):
+def test_groups_of_a_level_hold_every_rank_once(plan):
     for depth, level in enumerate(plan.levels):
         groups = {plan.group(rank, depth) for rank in range(plan.peers)}
         assert sorted(chain(*groups)) == list(range(plan.peers))
@@ -171,7 +171,7 @@ def test_costs_in_numbers(algorithm):
     assert cost.seconds == pytest.approx(1e-3 * rounds[algorithm] + 1e-8 * cost.sent_bytes)
 
 
-def test_a_level_that_exchanges_all_it_holds_saves_messages_and_rounds_for_bytes():
+def test_whole_exchange_trades_bytes_for_messages():
     plan = AllReducePlan((Level(8), Level(4, "whole")))
     cost = allreduce_cost(plan, 8 * MiB, LinkCosts(), message_bytes=MiB)
     assert (cost.messages, cost.rounds, cost.smallest_bytes) == (7 + 3 + 7, 3, MiB)

@@ -50,7 +50,7 @@ def test_whatever_is_measured_the_fastest_that_was_tried_is_kept(times):
     assert all(KIB <= nbytes <= MIB for nbytes in tried)
 
 
-def test_chunks_grow_until_slower_twice_and_one_size_beside_the_fastest_is_tried():
+def test_chunk_search_stops_after_two_slower_sizes():
     states = searched(BucketSizeSearch(KIB, MIB), valley(10 * KIB, 0.1))
     assert [one.nbytes // KIB for one in states] == [1, 2, 4, 8, 16, 32, 11, 11]
     assert [one.refining for one in states] == [False] * 6 + [True, False]
@@ -64,7 +64,7 @@ def test_one_slow_size_does_not_end_the_search():
     assert [one.nbytes for one in states] == [1, 2, 4, 8, 16, 6, 4]
 
 
-def test_times_that_differ_by_less_than_the_tolerance_do_not_end_the_search():
+def test_search_continues_within_the_tolerance():
     noise = {1: 1.0, 2: 1.015, 4: 0.99, 8: 1.005}
     states = searched(BucketSizeSearch(1, 8), noise.__getitem__)
     assert [one.nbytes for one in states] == [1, 2, 4, 8, 4]

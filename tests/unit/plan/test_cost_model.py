@@ -69,9 +69,7 @@ def test_the_whole_order_by_hand():
 
 
 @given(models, st.sampled_from(["layer", "lifo", "fifo"]), st.booleans(), st.integers(1, 8))
-def test_no_order_is_faster_than_its_parts_or_slower_than_one_after_the_other(
-    model, order, barrier, portions
-):
+def test_flow_shop_time_lies_between_its_bounds(model, order, barrier, portions):
     count = len(model.forward_seconds)
     taken = step_seconds(model, order=order, portions=[portions] * count, barrier=barrier, steps=40)
     compute = sum(model.forward_seconds) + sum(model.backward_seconds)

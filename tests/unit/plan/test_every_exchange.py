@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.plan.auto import Auto
-from daso.plan.header import Header, Tally
+from daso.plan.exchange import Tally
+from daso.plan.header import Header
 from daso.plan.policies import Fixed, Plateau, Qsr
 from daso.plan.schedule import (
     Action,
@@ -67,7 +68,7 @@ def walk(skip, wait, batches):
 
 
 @pytest.mark.later("half a million cases")
-def test_in_half_a_million_cases_each_exchange_is_received_once_and_none_is_left_in_flight():
+def test_every_case_receives_each_exchange_once():
     pairs = [(skip, wait) for skip in range(1, 65) for wait in range(skip + 1)]
     pairs.remove((1, 0))  # synchronous: nothing is sent
     assert sum(walk(skip, wait, 240) for skip, wait in pairs) > 500_000
@@ -106,7 +107,7 @@ def test_with_fragments_each_is_sent_in_turn_and_an_end_makes_all_agree(fragment
 
 
 @pytest.mark.parametrize("fragments", [2, 3, 5])
-def test_after_an_end_the_grid_starts_again_and_the_next_fragment_has_its_turn(fragments):
+def test_next_fragment_follows_after_an_epoch_end(fragments):
     policy = Fixed(skip=3, wait=1)
     state = replace(policy.start(), fragments=fragments)
     sent = []
@@ -122,7 +123,7 @@ def test_after_an_end_the_grid_starts_again_and_the_next_fragment_has_its_turn(f
 
 @pytest.mark.parametrize("period", [SMALL_PERIOD, 3, 7, 40])
 @pytest.mark.parametrize("skip", [1, 2, 3, 4, 8, 15, 16, 46, 128])
-def test_small_tensors_go_between_two_exchanges_of_everything_and_delay_none(skip, period):
+def test_small_exchanges_delay_no_full_exchange(skip, period):
     for wait in {min(skip, wait) for wait in (1, 2, 3, skip)}:
         policy = Fixed(skip, wait)
         plain, small = policy.start(), []
@@ -282,9 +283,7 @@ fragments_of_any = st.sampled_from([1, 1, 2, 3, 5])
 
 @settings(checked, max_examples=400)
 @given(policies, fragments_of_any, measured, plans)
-def test_whatever_is_measured_each_send_is_received_once_in_time_and_ends_leave_none(
-    policy, fragments, told, plan
-):
+def test_any_measurement_receives_each_send_once(policy, fragments, told, plan):
     training = Training(policy, fragments, told)
     for what in plan:
         training.go(what)

@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daso.plan.exchange import ExchangeRules, Sent
-from daso.plan.header import Tally
-from daso.plan.merge import MERGES, keeps_local, merge_rule
-from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.exchange import ExchangeRules, Sent, Tally, keeps_local, merge_rule
+from daso.plan.options import MERGES, Exchange, Gradients, Settings
 from daso.plan.schedule import Measurements
 
 MANY = 1_000_000
@@ -64,7 +62,7 @@ def test_an_exchange_carries_the_batches_since_the_last_of_its_fragment():
     assert made.send(state, 15, None, wait=1).batches == 5  # all that is not agreed yet
 
 
-def test_seconds_are_told_with_the_next_exchange_and_count_by_their_own_wire():
+def test_seconds_come_with_the_next_exchange():
     made = rules()
     state, _ = exchange(made, made.start(), 1, 99.0)  # nothing was timed yet
     wires = [state.wire]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daso.plan.header import Header, Tally, culprit, decode_culprit
+from daso.plan.exchange import Tally
+from daso.plan.header import Header, culprit, decode_culprit
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
@@ -84,7 +85,7 @@ def test_one_rank_that_differs_in_one_number_breaks_the_alignment(other, place):
     assert not reduced(sides).aligned
 
 
-def test_the_fastest_step_the_last_to_come_and_the_largest_rate_speak_for_all():
+def test_header_merges_fastest_step_and_largest_rate():
     # Nobody waits where the fastest does not; who comes last to an exchange sees it shortest.
     sides = [
         header_of(7, 1, minus_step_seconds=-0.1, minus_exchange_seconds=-3.0, lr=0.5),
@@ -253,9 +254,7 @@ REFERENCE = [2.0, -1.0, 1.0, 1.0, -2.0, 1.5, 3.0]
 @pytest.mark.parametrize("cuts", [(0, 7), (0, 3, 7), (0, 1, 1, 5, 7)], ids=["1", "2", "4"])
 @pytest.mark.parametrize("batches", [1, 4])
 @pytest.mark.parametrize("nodes", [2, 3, 4])
-def test_drift_is_the_mean_square_distance_of_nodes_from_their_mean_by_the_references_size(
-    nodes, batches, cuts
-):
+def test_drift_is_a_relative_mean_square_distance(nodes, batches, cuts):
     values = TALLY_OF_NODES[:nodes]
     means = [sum(column) / nodes for column in zip(*values, strict=True)]
     ranks = []

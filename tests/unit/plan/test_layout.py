@@ -11,7 +11,7 @@ from jobs import HANG_SECONDS
 
 from daso.plan.layout import (
     ALIGNMENT,
-    LEAST_BUCKET_BYTES,
+    MIN_BUCKET_BYTES,
     Layout,
     Slot,
     Span,
@@ -368,7 +368,7 @@ numels_of_tensors = st.lists(st.one_of(st.integers(0, 40), st.just(10_000)), max
 
 @checked
 @given(numels_of_tensors, st.integers(1, 12))
-def test_every_tensor_is_in_one_fragment_in_order_and_beside_its_neighbours(numels, count):
+def test_every_tensor_is_in_one_fragment_in_order(numels, count):
     groups = fragments(numels, count)
     assert len(groups) == count
     assert list(chain(*groups)) == list(range(len(numels)))
@@ -462,7 +462,7 @@ def test_the_last_buckets_are_halved_down_to_a_mebibyte():
     assert [len(bucket) for bucket in fit_buckets([2**18] * 64, 2**20)] == [4] * 16
 
 
-LEAST = LEAST_BUCKET_BYTES
+LEAST = MIN_BUCKET_BYTES
 
 
 @checked
@@ -504,7 +504,7 @@ def test_every_tensor_has_a_flag_behind_it_and_nothing_else_lies_between(numels)
 
 @checked
 @given(st.lists(st.integers(0, 1000)))
-def test_tensors_of_a_message_do_not_overlap_and_can_be_read_where_they_lie(sizes):
+def test_message_tensors_are_aligned_and_disjoint(sizes):
     spans = aligned(sizes)
     assert [span.numel for span in spans] == sizes
     assert all(span.start % ALIGNMENT == 0 for span in spans)

@@ -4,8 +4,7 @@ from dataclasses import FrozenInstanceError, asdict, fields
 import pytest
 
 from daso.errors import ConfigError
-from daso.plan.merge import MERGES, is_eager
-from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.options import MERGES, Exchange, Gradients, Settings, is_eager
 
 
 def make(**changes):

@@ -96,7 +96,7 @@ def test_an_improvement_starts_the_count_again():
     assert stalls == [False, False, False, False, True]
 
 
-def test_slow_progress_below_the_threshold_is_held_against_the_best_not_the_last():
+def test_slow_progress_is_compared_with_the_best_loss():
     stalls, state = watch([1.0, 0.9, 0.8, 0.7], threshold=0.25, patience=3)
     assert stalls == [False, False, False, False]
     assert state.best == 0.7

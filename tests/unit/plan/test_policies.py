@@ -17,7 +17,7 @@ from daso.plan.auto import (
     START_BATCHES,
     Auto,
 )
-from daso.plan.header import Tally
+from daso.plan.exchange import Tally
 from daso.plan.policies import Fixed, Plateau, Qsr
 from daso.plan.schedule import (
     MEASURE_EVERY,
@@ -469,7 +469,7 @@ def phases(batches, gradients_of, *, extra=0.0):
     return found
 
 
-def test_a_link_that_slows_down_and_recovers_twice_is_followed_within_fifty_batches():
+def test_auto_follows_a_changing_link_within_50_batches():
     """From 1 Gbit/s to 20 Mbit/s and back: gradients take a quarter of a step, then 12."""
     slow = {*range(401, 701), *range(1101, 1301)}
     found = phases(1500, lambda batch, _: 12.0 if batch in slow else 0.25)
@@ -570,9 +570,7 @@ def test_other_synchronous_phases_are_not_measured():
         (7.0, 0.01, 8, 8),
     ],
 )
-def test_where_steps_are_restored_exchanges_are_as_frequent_as_the_link_carries_them(
-    exchange, own, skip, wait
-):
+def test_restored_steps_exchange_as_often_as_the_link_allows(exchange, own, skip, wait):
     """Drift does not count: the mean is to come early and often."""
     told = Measurements(1.0, exchange, 0.1, DRIFT**2, own_seconds=own, required_gain=1.5)
     after = tuned(Auto(), 4, 4, told)
@@ -596,7 +594,7 @@ def test_skip_is_never_below_wait():
 
 
 @pytest.mark.parametrize("start", [1, 2, 3, 5, 12, 31, 64, 100, 127, 128])
-def test_auto_reaches_the_skip_that_noise_allows_in_a_few_exchanges_and_stays(start):
+def test_auto_settles_at_the_skip_that_noise_allows(start):
     policy, few = Auto(), 2 * math.log2(128)  # up by doubling, then half of the rest each time
     for allowed in range(1, 150):
         measurements = Measurements(1.0, 0.5, 0.1, drift=DRIFT**2 / (allowed + 0.5))
@@ -628,7 +626,7 @@ def test_fragments_share_the_batches_that_drift_allows(fragments):
 
 @pytest.mark.parametrize("seconds", [0.5, 3.0, 10.0])
 @pytest.mark.parametrize("start", [1, 7, 128])
-def test_where_drift_grows_with_skip_itself_skip_settles_instead_of_swinging(start, seconds):
+def test_skip_settles_when_drift_grows_with_it(start, seconds):
     policy, least = Auto(), math.ceil(1.2 * seconds)
     for target in [*range(1, 20), 31, 50, 64, 99, 128]:
         rate = DRIFT**2 / target**2
@@ -654,7 +652,7 @@ def test_half_the_rate_makes_skip_four_times_as_long():
     assert rising == sorted(rising)
 
 
-def test_a_rate_that_jumps_up_shortens_skip_at_once_before_drift_is_measured():
+def test_higher_rate_shortens_skip_at_once():
     before = Measurements(1.0, 0.5, lr=0.1, drift=DRIFT**2 / 64)
     calm = tuned(Auto(), 64, 1, before, before=before)
     jump = tuned(Auto(), 64, 1, replace(before, lr=0.4), before=before)

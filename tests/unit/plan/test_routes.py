@@ -168,7 +168,7 @@ def test_seconds_by_hand():
         ([1.0, 1.1, 0.9, 1.0, 0.5, 0.6], True),
     ],
 )
-def test_two_exchanges_in_a_row_that_take_longer_or_shorter_tell_of_other_links(seconds, changed):
+def test_two_slower_or_faster_exchanges_mean_another_link(seconds, changed):
     assert has_changed(seconds) == changed
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.plan.policies import Fixed, Plateau
-from daso.plan.schedule import Action, Progress, State, after_batch, after_epoch, drain, rejoin
+from daso.plan.rejoin import Progress, rejoin
+from daso.plan.schedule import Action, State, after_batch, after_epoch, drain
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
@@ -70,7 +71,7 @@ def expected_exchanges(skip, wait, epochs):
 
 
 @pytest.mark.parametrize(("skip", "wait"), SKIPPING)
-def test_each_send_is_received_once_before_the_next_and_after_exactly_wait_batches(skip, wait):
+def test_each_send_is_received_after_wait_batches(skip, wait):
     calls, state = play(Fixed(skip, wait), [40])
     pairs = exchanges(flat(calls))
     assert [sent for sent, _ in pairs] == list(range(skip, 41, skip))
@@ -81,7 +82,7 @@ def test_each_send_is_received_once_before_the_next_and_after_exactly_wait_batch
 
 
 @pytest.mark.parametrize(("skip", "wait"), SKIPPING)
-def test_a_drain_after_any_number_of_batches_leaves_nothing_in_flight_and_all_agreed(skip, wait):
+def test_drain_after_any_batch_leaves_nothing_in_flight(skip, wait):
     policy = Fixed(skip, wait)
     for batches in range(41):
         calls, state = play(policy, [batches])
@@ -119,7 +120,7 @@ def test_no_rank_drifts_longer_than_skip_batches_without_a_send(skip, wait):
         assert state.batch - state.agreed < skip
 
 
-def test_when_wait_equals_skip_the_old_exchange_is_received_before_the_next_is_sent():
+def test_wait_equal_to_skip_receives_before_it_sends():
     calls, _ = play(Fixed(skip=2, wait=2), [6])
     assert [acts for _, acts in calls] == [(), (SEND,), (), (RECEIVE, SEND), (), (RECEIVE, SEND)]
 
@@ -129,7 +130,7 @@ def test_a_blocking_exchange_is_sent_and_received_after_the_same_batch():
     assert [acts for _, acts in calls] == [(), (), (SEND, RECEIVE), (), (), (SEND, RECEIVE), ()]
 
 
-def test_a_drain_receives_what_is_in_flight_and_then_exchanges_the_work_since():
+def test_drain_receives_then_exchanges_later_work():
     _, state = play(Fixed(skip=4, wait=2), [5])
     acts, _ = drain(state)
     assert acts == (SETTLE, SEND_ALL, RECEIVE)
@@ -141,7 +142,7 @@ def test_a_drain_right_after_a_send_only_receives_it():
     assert acts == (RECEIVE,)
 
 
-def test_after_a_late_receipt_a_drain_exchanges_although_nothing_is_in_flight():
+def test_drain_after_a_late_receipt_exchanges():
     _, state = play(Fixed(skip=4, wait=1), [5])
     assert state.sent is None
     acts, _ = drain(state)
@@ -154,7 +155,7 @@ def test_epochs_without_batches_need_no_acts_and_are_counted():
     assert (state.epoch, state.batch) == (4, 3)
 
 
-def test_the_send_grid_does_not_slide_from_epoch_to_epoch_when_lengths_vary():
+def test_send_grid_restarts_with_each_epoch():
     epochs = [7, 9, 7, 4, 11, 1, 7]
     calls, _ = play(Fixed(skip=4, wait=1), [*epochs, 0])
     starts = [0, *itertools.accumulate(epochs)]
@@ -184,7 +185,7 @@ def test_every_other_phase_is_not_synchronous(skip, wait):
 
 
 @pytest.mark.parametrize(("skip", "wait"), SKIPPING)
-def test_a_warmup_is_synchronous_for_its_batches_then_anchors_once_and_starts_the_grid(skip, wait):
+def test_warmup_is_synchronous_then_anchors_once(skip, wait):
     calls, _ = play(Fixed(skip, wait, warmup=10), [40])
     events = flat(calls)
     assert events[0] == (10, ANCHOR)
@@ -258,7 +259,7 @@ def steps(policy, epochs):
 
 @checked
 @given(scripts, lengths)
-def test_whatever_a_policy_chooses_each_send_is_received_once_and_before_the_next(script, epochs):
+def test_any_policy_receives_each_send_before_the_next(script, epochs):
     events = [
         (after.batch, act) for _, acts, after in steps(Scripted(script), epochs) for act in acts
     ]
@@ -396,7 +397,7 @@ def test_plateau_goes_through_the_papers_four_phases(policy, losses):
 
 
 @pytest.mark.parametrize("max_skip", list(LADDERS))
-def test_plateau_walks_down_its_ladder_stall_by_stall_and_starts_again_from_the_top(max_skip):
+def test_plateau_halves_skip_at_each_stall_then_restarts(max_skip):
     policy = Plateau(epochs=100, warmup=0, cooldown=0, max_skip=max_skip, patience=1)
     ladder = LADDERS[max_skip]
     first_loss_improves = ladder[:1]
@@ -429,7 +430,7 @@ def test_cycling_never_waits_longer_than_skip(max_skip):
 
 
 @pytest.mark.parametrize(("warmup", "cooldown"), [(0, 6), (6, 0), (2, 4), (3, 3)])
-def test_without_epochs_between_warmup_and_cooldown_plateau_stays_synchronous(warmup, cooldown):
+def test_plateau_without_middle_epochs_stays_synchronous(warmup, cooldown):
     policy = Plateau(epochs=6, warmup=warmup, cooldown=cooldown)
     calls, state = play(policy, [5] * 7, [1.0] * 6)
     assert flat(calls) == []
@@ -446,7 +447,7 @@ def test_without_a_cooldown_plateau_cycles_to_the_end():
     assert phases[8:] == [(1, 0)]  # trained longer than it was told
 
 
-def test_plateau_stays_in_the_cooldown_when_trained_longer_than_it_was_told():
+def test_plateau_stays_in_cooldown_after_its_epochs():
     policy = Plateau(epochs=10, warmup=2, cooldown=2)
     assert phases_of(policy, [1.0] * 20)[8:] == [(1, 0)] * 13
 
@@ -457,7 +458,7 @@ def test_losses_of_the_warmup_do_not_count_as_a_best_for_cycling():
 
 
 @pytest.mark.parametrize("batches", [1, 5, 8])
-def test_plateau_anchors_after_the_warmup_and_joins_before_the_cooldown_once_each(batches):
+def test_plateau_anchors_and_joins_once(batches):
     policy = Plateau(epochs=9, warmup=2, cooldown=3, max_skip=4)
     calls, state = play(policy, [batches] * 9 + [0], [1.0] * 9)
     events = flat(calls)

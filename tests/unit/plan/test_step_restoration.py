@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daso.plan.step_restoration import (
-    SMOOTHING,
-    momentum_noise,
-    next_gain,
-    next_noise_share,
-    required_gain,
-    shared_gain,
-)
+from daso.plan.schedule import SMOOTHING, next_gain, next_noise_share, shared_gain
+from daso.plan.step_restoration import momentum_noise, required_gain
 
 
 def variance(batches, momentum, steps=4000):
@@ -91,7 +85,7 @@ def test_the_gain_goes_a_part_of_the_way_at_each_exchange():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.sampled_from([0.0, 0.5, 0.99, 0.999]))
-def test_the_share_of_noise_is_that_of_a_running_mean_corrected_for_its_beginning(alone, memory):
+def test_noise_share_is_a_bias_corrected_running_mean(alone, memory):
     share, mean, total = 1.0, 0.0, 0.0
     for batch, one in enumerate(alone, start=1):
         share = next_noise_share(share, batch=batch, memory=memory, synchronous=not one)

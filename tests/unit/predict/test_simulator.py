@@ -16,13 +16,9 @@ from daso.errors import ConfigError
 from daso.plan.auto import Auto
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.policies import Fixed, Plateau, Replay
-from daso.predict.cluster import (
-    Cluster,
-    Job,
-    exchange_cost,
-    exchange_seconds,
-)
-from daso.predict.network import HEADERS, Link, vote_seconds
+from daso.predict.cluster import Cluster, exchange_cost, exchange_seconds
+from daso.predict.jobs import Job
+from daso.predict.links import HEADERS, Link, vote_seconds
 from daso.predict.simulator import simulate
 
 GIGABIT = Link(125e6, 2e-5)
@@ -300,7 +296,7 @@ def test_models_that_are_small_and_policies_without_send_none_alone():
     assert simulate(job, cluster, Auto(), settings(), steps=400).small_exchanges > 0
 
 
-def test_steps_of_adam_stay_synchronous_in_4_bits_where_backward_hides_that():
+def test_adam_stays_synchronous_while_backward_hides_4_bits():
     step = 0.105
     job, cluster = Job(1e7, step, lr=1e-3, normalizes=True), Cluster(4, GIGABIT)
     found = simulate(job, cluster, Auto(), settings("auto"), steps=1000)
@@ -346,7 +342,7 @@ def test_fragments_take_their_turns_and_their_part_of_the_time():
     assert whole.step_seconds - 0.1 == EXACT(4 * (quarter.step_seconds - 0.1))
 
 
-def test_steps_of_adam_are_tried_synchronous_again_and_their_state_is_averaged_then():
+def test_adam_retries_synchronous_steps_with_averaged_state():
     """Votes of a slow network lengthen steps, and an exchange, which takes one, is short."""
     job, cluster = Job(1e7, 0.05, normalizes=True), Cluster(2, Link(1e9, 1e-3))
     runs = [simulate(job, cluster, Auto(), settings("auto"), steps=n) for n in (1099, 1100)]

@@ -18,7 +18,6 @@ PLAN = {
     "scale_by_staleness": False,
     "optimizer_state": "per_rank",
     "wire": None,
-    "transport": "messages",
     "exchange": Exchange(),
 }
 
@@ -36,13 +35,13 @@ def serving(rank=1, make=sgd, **keywords):
     model = nn.Linear(8 << 10, 8)  # of which each rank owns two rows
     plan = Plan(**{**PLAN, **keywords})
     _, named, layers = layers_of(model)
-    shares = Partition(named, layers, RANKS, whole=plan.whole)
+    shares = Partition(named, layers, RANKS)
     server = ParameterShard(rank, shares, plan, make)
     server.logs = True
     return model, server
 
 
-def contribution(server, model, source, step, *, read=0, base=None, grads=None):
+def contribution(server, model, source, step, *, read=0, grads=None):
     if grads is None:
         generator = torch.Generator().manual_seed(100 * step + source)
         grads = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
@@ -53,8 +52,7 @@ def contribution(server, model, source, step, *, read=0, base=None, grads=None):
         has=tuple(grad is not None for grad in grads),
         read=(read,),
         values=values_of(server.inner.param_groups),
-        row=server.shares.pack(server.rank, [0], grads),
-        base=None if base is None else server.shares.pack(server.rank, [0], base),
+        row=server.partition.pack(server.rank, [0], grads),
     )
     return one, grads
 
@@ -79,7 +77,7 @@ def test_an_owner_waits_for_all_and_takes_the_mean():
         for _, grads in sorted(given, key=lambda pair: pair[0]):
             total = total + rows(model, grads)[at]
         assert torch.equal(server.stand_ins[at], before - LR * (total / RANKS))
-    assert server.about(0, 2) == (1, 1.0, 0, 1.0)
+    assert server.row_state(0, 2) == (1, 1.0, 0, 1.0)
 
 
 @pytest.mark.parametrize("scale_by_staleness", [False, True])
@@ -95,7 +93,7 @@ def test_without_a_bound_each_gradient_is_a_share_of_a_step(scale_by_staleness):
             torch.allclose(a, b, rtol=0, atol=1e-7)
             for a, b in zip(server.stand_ins, expected, strict=True)
         )
-    assert server.about(0, 2) == (4, 0.0, 1, 2.0)  # rank 1 has not brought any
+    assert server.row_state(0, 2) == (4, 0.0, 1, 2.0)  # rank 1 has not brought any
     assert [one.of for one in server.log] == [((2, 0),), ((2, 1),), ((0, 0),), ((3, 0),)]
     server.finish(1)
     assert server.clock(0) == 1.0
@@ -123,15 +121,6 @@ def test_where_all_gradients_are_taken_in_together_there_is_one_state():
     _, server = serving(make=momentum, staleness=0)
     assert [*server.optimizers] == [server.rank]
     assert server.inner.param_groups[0]["nesterov"] is False
-
-
-def test_a_replica_starts_from_what_its_gradient_was_computed_with():
-    model, server = serving(mode="replicated")
-    base = [torch.full_like(p, 2.0) for p in model.parameters()]
-    one, grads = contribution(server, model, 1, 0, base=base)
-    server.contribute(one)
-    for stand_in, start, grad in zip(server.stand_ins, base, grads, strict=True):
-        assert torch.equal(stand_in, start - LR * grad)
 
 
 def test_a_gradient_that_is_not_there_moves_nothing():

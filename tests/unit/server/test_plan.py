@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from daso.errors import ConfigError
 from daso.plan.options import Exchange
-from daso.server.departures import Departures
 from daso.server.plan import (
     FLOOR_BYTES,
     MESSAGE_SECONDS,
     Moment,
     Plan,
+    PushScheduler,
     age,
     first_pace,
     is_fresh,
@@ -30,24 +30,17 @@ GOOD = {
     "scale_by_staleness": False,
     "optimizer_state": "per_rank",
     "wire": None,
-    "transport": "messages",
     "exchange": Exchange(),
 }
 
 
 @given(st.integers(0, 1000), st.sets(st.integers(0, 1000), min_size=1))
 def test_every_row_has_one_owner_and_shares_are_even(rows, owners):
-    spans = rows_of(rows, sorted(owners), whole=False)
+    spans = rows_of(rows, sorted(owners))
     assert [*spans] == sorted(owners)
     assert [row for start, stop in spans.values() for row in range(start, stop)] == [*range(rows)]
     sizes = [span.numel for span in spans.values()]
     assert max(sizes) - min(sizes) <= 1
-
-
-@given(st.integers(0, 1000), st.integers(1, 40))
-def test_replicas_own_all_rows(rows, ranks):
-    assert owners_of([8 * rows], [rows], ranks, whole=True) == (tuple(range(ranks)),)
-    assert set(rows_of(rows, range(ranks), whole=True).values()) == {(0, rows)}
 
 
 ROW_BYTES = 256
@@ -57,7 +50,7 @@ LAYERS = st.lists(st.integers(1, 1 << 16), min_size=1, max_size=60)  # rows of e
 @given(LAYERS, st.integers(1, 1100))
 def test_a_share_of_a_layer_is_worth_a_message_and_ranks_own_alike(rows, ranks):
     nbytes = [ROW_BYTES * one for one in rows]
-    owners = owners_of(nbytes, rows, ranks, whole=False)
+    owners = owners_of(nbytes, rows, ranks)
     assert all(who == tuple(sorted(set(who))) and who[-1] < ranks for who in owners)
     loads = [0.0] * ranks
     for size, who in zip(nbytes, owners, strict=True):
@@ -71,7 +64,7 @@ def test_a_share_of_a_layer_is_worth_a_message_and_ranks_own_alike(rows, ranks):
 
 
 def test_a_layer_of_one_long_row_has_one_owner():
-    assert owners_of([10 << 20], [1], 64, whole=False) == ((0,),)
+    assert owners_of([10 << 20], [1], 64) == ((0,),)
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 10))
@@ -109,7 +102,7 @@ def test_a_given_pace_stays(every, layers, backlogs):
         assert next_pace(pace, backlog_bytes=backlog, layer_bytes=1) == pace
 
 
-def test_gradients_leave_seldom_while_more_than_a_layer_waits_and_often_when_none_does():
+def test_push_pace_follows_the_backlog():
     pace = first_pace("auto", 32)
     seen = []
     for backlog in [100, 100, 100, 10, 0, 0, 0, 0, 0, 0, 0]:
@@ -121,7 +114,7 @@ def test_gradients_leave_seldom_while_more_than_a_layer_waits_and_often_when_non
 SMALL, LARGE = FLOOR_BYTES - 1, FLOOR_BYTES
 
 
-def test_gradients_leave_for_those_for_whom_enough_waits_unless_the_pace_was_given():
+def test_small_messages_wait_unless_the_pace_is_given():
     auto, given_pace = first_pace("auto", 8), first_pace(1, 8)
     assert leaving(auto, Moment(1), {0: SMALL, 3: LARGE}) == [3]
     assert leaving(given_pace, Moment(1), {0: 1, 3: LARGE}) == [0, 3]
@@ -152,27 +145,27 @@ def test_little_leaves_where_backward_goes_on_for_long_enough(small, quiet, rema
 def test_every_gradient_leaves_once_for_each_of_its_owners(owners, every, random):
     """Whatever waits, in whatever order layers are finished, and if some have no gradient."""
     owners = [tuple(sorted(who)) for who in owners]
-    departures = Departures(owners, lambda *_: random.choice([1, LARGE]), first_pace(every, 12))
+    pushes = PushScheduler(owners, lambda *_: random.choice([1, LARGE]), first_pace(every, 12))
     for step in range(3):
         finished = random.sample(range(len(owners)), random.randint(0, len(owners)))
         left = []
         for at, layer in enumerate(finished):
             now = step + 1e-3 * at * random.randint(1, 5)
-            found = departures.finish(layer, backlog_bytes=random.choice([0, 10**6]), now=now)
-            assert departures.began
+            found = pushes.finish(layer, backlog_bytes=random.choice([0, 10**6]), now=now)
+            assert pushes.has_finished_layers
             left += [(owner, one) for owner, layers in found.items() for one in layers]
             assert {one for _, one in left} <= {*finished[: at + 1]}
-        left += [(owner, one) for owner, layers in departures.end().items() for one in layers]
+        left += [(owner, one) for owner, layers in pushes.end().items() for one in layers]
         assert sorted(left) == sorted(
             (owner, layer) for layer, who in enumerate(owners) for owner in who
         )
-        assert not departures.began
+        assert not pushes.has_finished_layers
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        {"mode": "server"},
+        {"mode": "replicated"},
         {"staleness": -1},
         {"staleness": 1.5},
         {"staleness": True},
@@ -180,7 +173,6 @@ def test_every_gradient_leaves_once_for_each_of_its_owners(owners, every, random
         {"push_every": "always"},
         {"scale_by_staleness": True},
         {"scale_by_staleness": True, "staleness": None, "mode": "local_rows"},
-        {"transport": "pigeons"},
         {"optimizer_state": "both"},
         {"wire": "auto"},
         {"wire": "int2"},
@@ -196,8 +188,6 @@ def test_bad_keywords_are_named(bad):
         Plan(**{**GOOD, **bad})
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"), [("sharded", (0, 1, 2)), ("local_rows", (1,)), ("replicated", (1,))]
-)
+@pytest.mark.parametrize(("mode", "expected"), [("sharded", (0, 1, 2)), ("local_rows", (1,))])
 def test_owners_take_in_all_ranks_gradients_and_others_their_own(mode, expected):
     assert Plan(**{**GOOD, "mode": mode}).contributors(1, 3) == expected

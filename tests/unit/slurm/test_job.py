@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from jobs import HANG_SECONDS
 
 from daso.errors import ConfigError
-from daso.slurm.job import Job, name_of, options, quote
+from daso.slurm.job import Job, name_of, options, quote, render
 from daso.slurm.launcher import Launcher
-from daso.slurm.script import render
 from daso.slurm.sites import read_template
 
 PMI2 = Launcher("pmi2", "MPICH", "the MPI library is MPICH")
@@ -208,7 +207,7 @@ def test_modules_setup_and_variables_come_in_this_order_before_the_program():
     assert places == sorted(places)
 
 
-def test_a_container_holds_the_python_and_sees_gpus_only_where_there_are_some():
+def test_container_has_python_and_the_gpus_that_exist():
     job = replace(PLAIN, python="", container="a b.sif")
     start = "--kill-on-bad-exit=1 apptainer exec"
     assert f"{start} 'a b.sif' python3 -m mpi4py" in script(job)

@@ -100,8 +100,8 @@ def test_what_is_chosen_is_there_and_the_reason_is_told(library, offered):
 
 
 def test_a_choice_that_is_unusual_for_the_library_says_so():
-    assert choose("Open MPI", DEBIAN, "pmi2").why == "as asked for; Open MPI usually takes pmix"
-    assert choose("Open MPI", DEBIAN, "pmix").why == "as asked for"
+    assert choose("Open MPI", DEBIAN, "pmi2").why == "as requested; Open MPI usually takes pmix"
+    assert choose("Open MPI", DEBIAN, "pmix").why == "as requested"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from minicluster.state import read_record, remove, write_record
 from minicluster.text import CONTROL, Minicluster
 
 from daso.errors import ConfigError
-from daso.predict.link_rate import parse_rate
+from daso.predict.links import parse_rate
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "minicluster"
 TOKEN = "0123456789abcdef"

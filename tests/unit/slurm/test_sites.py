@@ -11,9 +11,8 @@ import pytest
 from jobs import HANG_SECONDS
 
 from daso.errors import ConfigError
-from daso.slurm.job import Job
+from daso.slurm.job import Job, render
 from daso.slurm.launcher import choose
-from daso.slurm.script import render
 from daso.slurm.sites import FOLDER, known_sites, parse_site, read_site, read_template
 
 ROOT = Path(__file__).parents[3]
@@ -211,7 +210,7 @@ def test_an_unknown_site_is_told_with_those_there_are():
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("partion = 'x'", ["'partion'", "did you mean partition?", "valid keys", "launcher"]),
+        ("partion = 'x'", ["'partion'", "did you mean 'partition'?", "valid keys", "launcher"]),
         ("nodes = '2'", ["nodes", "whole number", "'2'"]),
         ("nodes = true", ["nodes", "whole number", "True"]),
         ("partition = 2", ["partition", "text", "2"]),

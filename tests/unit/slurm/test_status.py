@@ -9,8 +9,8 @@ import pytest
 
 from daso.cli.main import main
 from daso.slurm import status
-from daso.slurm.job_state import State, read_accounting, read_jobs, read_log_end, render
 from daso.slurm.slurm_commands import NoAnswerError
+from daso.slurm.status import State, read_accounting, read_jobs, read_log_end, table
 from daso.slurm.submit import Record
 
 # As SLURM 22.05 prints them.
@@ -156,7 +156,7 @@ def test_the_table_has_its_columns_one_below_the_other():
         State(job="1", name="long-name", state="RUNNING"),
         State(job="12", name="x", state="Y"),
     ]
-    assert render(states).splitlines() == [
+    assert table(states).splitlines() == [
         "job  name       state    nodes  elapsed  restarts  reason",
         "1    long-name  RUNNING  -      -        -         -",
         "12   x          Y        -      -        -         -",
@@ -194,7 +194,7 @@ def answers(monkeypatch):
         status, "_look_up", lambda *_: [given.pop(0) if len(given) > 1 else given[0]]
     )
     monkeypatch.setattr(status, "ASK_SECONDS", 0.0)
-    monkeypatch.setattr(status, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(status, "POLL_SECONDS", 0.001)
     return given
 
 
@@ -311,9 +311,7 @@ def test_follow_goes_on_until_the_job_has_ended_also_when_it_is_requeued(
     assert err == b"daso: job 12: PENDING, because\n"
 
 
-def test_follow_goes_on_after_a_last_line_of_the_script_that_is_not_the_end(
-    capfdbinary, folder, answers, monkeypatch
-):
+def test_follow_continues_past_the_scripts_last_line(capfdbinary, folder, answers, monkeypatch):
     """SLURM killed the job to start it again; or an older job had the same number."""
     keep(folder, record(folder))
     log = folder / "train-12.out"
@@ -352,7 +350,7 @@ def test_follow_goes_on_while_the_controller_gives_no_answer(capfdbinary, folder
     monkeypatch.setattr(status, "ask", lambda *_, **__: said.pop(0))
     monkeypatch.setattr(status, "is_there", lambda _: False)
     monkeypatch.setattr(status, "ASK_SECONDS", 0.0)
-    monkeypatch.setattr(status, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(status, "POLL_SECONDS", 0.0)
     keep(folder, record(folder))
     assert main(["logs", "--follow", "12"]) == 0
     _, err = capfdbinary.readouterr()
@@ -373,7 +371,7 @@ def test_follow_goes_on_without_any_answer(capfdbinary, folder, monkeypatch):
 
     monkeypatch.setattr(status, "ask", ask)
     monkeypatch.setattr(status, "ASK_SECONDS", 0.0)
-    monkeypatch.setattr(status, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(status, "POLL_SECONDS", 0.0)
     keep(folder, record(folder))
     assert main(["logs", "--follow", "12"]) == 0
     assert capfdbinary.readouterr().err == b"daso: job 12: UNKNOWN, scontrol must answer\n"

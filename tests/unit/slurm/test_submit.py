@@ -12,8 +12,8 @@ from jobs import HANG_SECONDS
 from daso.cli.main import main
 from daso.slurm.job import Job, options
 from daso.slurm.launcher import Launcher
-from daso.slurm.sbatch_errors import explain, too_big
-from daso.slurm.submit import cut
+from daso.slurm.slurm_commands import explain, too_big
+from daso.slurm.submit import split_words
 
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "SLURM_", "DASO_", "SBATCH_")
 
@@ -76,7 +76,7 @@ def directives(text):
     ],
 )
 def test_options_end_where_the_program_begins(words, ours, program):
-    assert cut(words.split()) == (ours, tuple(program))
+    assert split_words(words.split()) == (ours, tuple(program))
 
 
 def test_help_names_every_option_and_its_default(capsys):
@@ -97,7 +97,7 @@ def test_help_names_every_option_and_its_default(capsys):
 # --- scripts --------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_prints_the_script_alone_and_says_what_was_chosen_beside_it(capfdbinary):
+def test_dry_run_prints_only_the_script(capfdbinary):
     out, err = dry(capfdbinary, "--nodes", "2", "--time=0:30:00", "train.py", "a b")
     assert out.startswith("#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n")
     assert f"{sys.executable} -m mpi4py -m daso.slurm.rank_entry train.py 'a b'" in out

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from daso.train.inner.clipping import GradientScaleMeter
+from daso.train.model.changes import GradientScaleMeter
 
 
 def meter(*sizes):

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 from jobs import HANG_SECONDS
 
-from daso.train.deltas import core_loss
-from daso.train.deltas.core_loss import SHARE, CoreLoss, ready_seconds
+from daso.train.deltas import meter
+from daso.train.deltas.meter import SHARE, CpuContention, ready_seconds
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     """Time, and how long the thread was ready without a core, as a test sets them."""
     told = SimpleNamespace(now=0.0, ready=0.0)
-    monkeypatch.setattr(core_loss.time, "perf_counter", lambda: told.now)
-    monkeypatch.setattr(core_loss, "ready_seconds", lambda: told.ready)
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: told.now)
+    monkeypatch.setattr(meter, "ready_seconds", lambda: told.ready)
 
     def after(seconds, ready=0.0):
         told.now, told.ready = told.now + seconds, told.ready + ready
@@ -29,34 +29,34 @@ def kernel(monkeypatch):
 
 def test_where_no_core_is_left_all_of_it_is_lost_and_beside_a_gpu_nothing():
     for cores, lost in (("shared", 0.05), ("other", 0.0)):
-        one = CoreLoss(cores)
-        one.begin(beside=True)
+        one = CpuContention(cores)
+        one.begin(during_training=True)
         assert one.end(0.05) == lost
         assert one.of(0.004) == lost * 0.08
 
 
 def test_what_a_thread_waits_for_its_core_during_an_exchange_is_lost(kernel):
-    one = CoreLoss("spare")
+    one = CpuContention("spare")
     assert one.end(0.05) == 0.0, "an exchange that a checkpoint brought"
-    one.begin(beside=True)
+    one.begin(during_training=True)
     kernel(0.2, ready=0.03)
     assert one.end(0.05) == pytest.approx(0.03)
     kernel(1.0)
-    one.begin(beside=True)
+    one.begin(during_training=True)
     kernel(0.2, ready=0.07)
     assert one.end(0.05) == pytest.approx(0.03 + SHARE * 0.02), "no more than it was busy, smoothed"
     for _ in range(50):
         kernel(1.0)
-        one.begin(beside=True)
+        one.begin(during_training=True)
         kernel(0.2)
         loss = one.end(0.05)
     assert loss < 1e-6, "and a core that comes free is learned"
 
 
-def test_what_averaging_gradients_takes_from_steps_is_told_from_look_to_look(kernel):
+def test_core_loss_of_steps_counts_since_the_last_look(kernel):
     taken = {}
     for cores in ("shared", "spare", "other"):
-        one = CoreLoss(cores)
+        one = CpuContention(cores)
         first = one.of_steps(0.2)
         kernel(1.0, ready=0.03)
         second = one.of_steps(0.25)
@@ -68,9 +68,9 @@ def test_what_averaging_gradients_takes_from_steps_is_told_from_look_to_look(ker
 
 
 def test_what_others_take_without_exchanges_too_is_not_theirs(kernel):
-    one = CoreLoss("spare")
+    one = CpuContention("spare")
     for _ in range(60):
-        one.begin(beside=True)
+        one.begin(during_training=True)
         kernel(0.2, ready=0.2 * 0.3 + 0.01)
         loss = one.end(0.05)
         kernel(1.0, ready=1.0 * 0.3)
@@ -78,9 +78,9 @@ def test_what_others_take_without_exchanges_too_is_not_theirs(kernel):
 
 
 def test_what_other_exchanges_take_in_between_is_not_taken_for_others(kernel):
-    one = CoreLoss("spare")
+    one = CpuContention("spare")
     for _ in range(60):
-        one.begin(beside=True)
+        one.begin(during_training=True)
         kernel(0.2, ready=0.03)
         loss = one.end(0.05)
         kernel(0.5)
@@ -92,40 +92,40 @@ def test_what_other_exchanges_take_in_between_is_not_taken_for_others(kernel):
     assert one.state()["others"] == 0.0
 
 
-def test_where_training_waits_anyhow_and_of_what_came_to_nothing_nothing_is_learned(kernel):
-    one = CoreLoss("spare")
+def test_blocking_and_dropped_exchanges_teach_nothing(kernel):
+    one = CpuContention("spare")
     for _ in range(3):
-        one.begin(beside=True)
+        one.begin(during_training=True)
         kernel(0.2, ready=0.03)
         assert one.end(0.05) == pytest.approx(0.03)
-        one.begin(beside=False)
+        one.begin(during_training=False)
         kernel(0.2)
         assert one.end(0.05) == pytest.approx(0.03)
-        one.begin(beside=True)
+        one.begin(during_training=True)
         kernel(0.2, ready=0.2)
         one.drop()
     state = one.state()
     assert state == {"loss": pytest.approx(0.03), "others": 0.0, "part": pytest.approx(0.6)}
     assert one.of(0.01) == pytest.approx(0.006), "a shorter one loses as much of its time"
-    other = CoreLoss("spare")
+    other = CpuContention("spare")
     other.load(one.state())
     assert other.end(0.05) == pytest.approx(0.03), "an exchange that a checkpoint brought"
 
 
 def test_noise_of_others_does_not_add_up_and_another_thread_spoils_nothing(kernel):
-    one, noise = CoreLoss("spare"), 0
+    one, noise = CpuContention("spare"), 0
     for turn in range(200):
-        one.begin(beside=True)
+        one.begin(during_training=True)
         kernel(0.2, ready=0.02 * (turn % 2))
         noise = one.end(0.05)
         kernel(1.0, ready=0.05)
     assert noise < 0.005
     kernel(1.0, ready=-1e4)
-    one.begin(beside=True)
+    one.begin(during_training=True)
     kernel(0.2, ready=0.01)
     assert 0 <= one.end(0.05) < 0.02
     kernel(1.0, ready=1e6)
-    one.begin(beside=True)
+    one.begin(during_training=True)
     kernel(0.2)
     assert one.end(0.05) == 0.0
 
@@ -158,5 +158,5 @@ def test_a_kernel_that_does_not_tell_counts_as_no_loss(monkeypatch, tmp_path):
         path = tmp_path / "schedstat"
         if text is not None:
             path.write_text(text)
-        monkeypatch.setattr(core_loss, "SCHEDSTAT", path)
+        monkeypatch.setattr(meter, "SCHEDSTAT", path)
         assert ready_seconds() == 0.0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 from models import mlp, seeded, sgd
 
+from daso.plan.options import Settings
 from daso.plan.policies import Fixed
 from daso.train.setup import make_setup
 
@@ -30,20 +31,20 @@ def made(policy):
 
 
 def text(policy):
-    return made(policy).lasting()
+    return made(policy).compatibility_text()
 
 
-def test_a_policy_of_ones_own_is_the_same_in_every_process_and_differs_by_its_values():
+def test_custom_policy_has_a_stable_identity():
     assert text(Often(2, object())) == text(Often(2, object()))
     assert text(Often(2)) != text(Often(3))
     assert "Often" in text(Often(2))
 
 
-def test_a_policy_that_counts_in_itself_is_known_by_what_it_was_when_it_was_given():
+def test_mutable_policy_is_identified_by_its_first_values():
     policy = Often(2)
     setup = made(policy)
     policy.skip = 7  # as it would in a run
-    assert setup.lasting() == text(Often(2))
+    assert setup.compatibility_text() == text(Often(2))
     assert replace(setup, module=None).text() == setup.text()
 
 
@@ -67,3 +68,17 @@ def test_what_is_in_slots_counts_and_where_a_function_lies_does_not():
 def test_ours_say_what_they_are_themselves(other):
     assert text(Fixed(2, 0)) == text(Fixed(2, 0)) != text(other)
     assert repr(other) in text(other)
+
+
+def test_settings_are_made_and_checked_once(monkeypatch):
+    built, check = [], Settings.__post_init__
+
+    def counted(self):
+        built.append(self)
+        check(self)
+
+    monkeypatch.setattr(Settings, "__post_init__", counted)
+    setup = made(Fixed(2, 1))
+    setup.start()
+    setup.text()
+    assert built == [setup.settings]

@@ -70,7 +70,7 @@ def test_nodes_are_the_oracle_with_every_pair_of_options(
     assert_equal(nodes, policy, wire, merge, outer, fragments)
 
 
-def test_what_gradients_would_take_is_reckoned_from_parts_and_not_from_everything():
+def test_gradient_seconds_are_estimated_from_parts():
     settings = Settings(
         wire="int4",
         merge="auto",

@@ -113,22 +113,22 @@ def test_momentum_is_the_mean_over_parameters_that_are_normalized():
     ],
 )
 def test_where_steps_are_restored(options, restores):
-    found = make_restorations(adamw(), settings(**options), says=True).always
+    found = make_restorations(adamw(), settings(**options), warns=True).always
     assert (found is not None) == restores
 
 
 def test_a_linear_optimizer_is_left_alone():
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1, momentum=0.9)
-    assert make_restorations(sgd, settings(), says=True).always is None
+    assert make_restorations(sgd, settings(), warns=True).always is None
 
 
 def test_one_whose_kind_cannot_be_told_is_said_and_can_be_named(caplog):
     lbfgs = torch.optim.LBFGS([torch.nn.Parameter(torch.ones(4))])
     with caplog.at_level(logging.WARNING, "daso"):
-        assert make_restorations(lbfgs, settings(), says=False).always is None
+        assert make_restorations(lbfgs, settings(), warns=False).always is None
         assert not caplog.records
-        assert make_restorations(lbfgs, settings(), says=True).always is None
+        assert make_restorations(lbfgs, settings(), warns=True).always is None
     assert "pass exchange=daso.Exchange(step_restoration='on') if it does" in caplog.text
-    restoration = make_restorations(lbfgs, settings("on"), says=True).always
+    restoration = make_restorations(lbfgs, settings("on"), warns=True).always
     with restoration.scaled(2.0):
         assert lbfgs.param_groups[0]["lr"] == 2.0

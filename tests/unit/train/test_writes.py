@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from daso.train.model.writes import ParameterWrites
+from daso.train.model.changes import ParameterWrites
 
 
 def steps(tensor, count, write):

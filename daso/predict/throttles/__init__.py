@@ -1,1 +1,0 @@
-"""What slows parts of this machine down, each for as long as a ``with`` lasts."""
