@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 PROBE_BYTES = 1 << 19  # of a message, as large as those of exchanges or larger
-TURNS = 5  # messages over each link; the median counts
+TURNS = 5  # messages that measure a cost; the median counts
+ROUNDS = 5  # of a message over each link, after one that opens the connections
 MIN_SECONDS = 1e-6  # of a message
 PROBE = 5  # tag
 
@@ -47,15 +48,17 @@ def _link_seconds(comm: "MPI.Comm") -> Work[torch.Tensor]:
     rank, ranks = comm.Get_rank(), comm.Get_size()
     seconds = torch.zeros(ranks, dtype=torch.float64, device="cpu")
     for slot in slots(ranks):
-        seconds[slot.index(rank)] = yield from _seconds_in_slot(comm, slot, PROBE_BYTES)
+        seconds[slot.index(rank)] = yield from _seconds_in_slot(comm, slot, PROBE_BYTES, 1)
     return seconds
 
 
-def _seconds_in_slot(comm: "MPI.Comm", slot: Sequence[int], nbytes: int) -> Work[float]:
-    """Return the seconds of the message received in a slot: the median of `TURNS`."""
+def _seconds_in_slot(
+    comm: "MPI.Comm", slot: Sequence[int], nbytes: int, count: int = TURNS
+) -> Work[float]:
+    """Return the seconds of the message received in a slot: the median of several."""
     rank, turns = comm.Get_rank(), []
     leaving, coming = torch.zeros(2, nbytes, dtype=torch.uint8, device="cpu")
-    for _ in range(TURNS):
+    for _ in range(count):
         arrives = comm.Irecv(byte_buffer(coming), slot.index(rank), PROBE)
         yield [comm.Ibarrier()]
         start = time.perf_counter()
@@ -68,8 +71,10 @@ def _seconds_in_slot(comm: "MPI.Comm", slot: Sequence[int], nbytes: int) -> Work
 
 def link_rates(
     lane: "MPI.Comm", world: "MPI.Comm", node: int, nodes: int
-) -> Work[list[list[float]]]:
-    """Return bytes per second from each node to each other, the same on every rank.
+) -> Work[list[list[list[float]]]]:
+    """Return bytes per second from each node to each other, the same on every rank, per round.
+
+    Other load delays single messages. Rounds that are apart in time show which links are slow.
 
     Args:
         lane: This rank's lane; COMM_NULL if it has none.
@@ -79,9 +84,11 @@ def link_rates(
 
     Collective over the world; non-blocking, as work for the engine.
     """
-    seconds = torch.zeros(nodes, nodes, dtype=torch.float64, device="cpu")  # to, from
+    seconds = torch.zeros(ROUNDS, nodes, nodes, dtype=torch.float64, device="cpu")  # to, from
     if lane != load().COMM_NULL:
-        seconds[node] = yield from _link_seconds(lane)
+        yield from _link_seconds(lane)
+        for of_round in seconds:
+            of_round[node] = yield from _link_seconds(lane)
     yield [world.Iallreduce(load().IN_PLACE, sum_buffer(seconds.view(-1)), op=load().MAX)]
-    rates: list[list[float]] = (PROBE_BYTES / seconds.T.clamp(min=MIN_SECONDS)).tolist()
+    rates: list[list[list[float]]] = (PROBE_BYTES / seconds.mT.clamp(min=MIN_SECONDS)).tolist()
     return rates

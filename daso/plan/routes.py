@@ -7,6 +7,7 @@ buffer once and receives the mean once; an equal part would nearly double its tr
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -14,8 +15,9 @@ from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
 
 Rates = Sequence[Sequence[float]]  # bytes per second from a rank (row) to another (column)
 
+SAME_RATE = 1.5  # factor up to which rates count as equal: other load delays messages
 SAME_RACK = 0.5  # of the fastest links: a faster link connects ranks of one rack
-MIN_IMPROVEMENT = 0.8  # of the direct plan's seconds: only a faster plan replaces it
+MIN_IMPROVEMENT = 0.8  # of a plan's seconds: only a faster plan replaces it
 CHANGE_FACTOR = 1.5  # of exchange seconds, up or down: links have changed
 RECENT = 2  # consecutive exchanges that must show it
 SHARE_UNITS = 16  # units of an equal share: shares are integers
@@ -24,18 +26,43 @@ MAX_RING = 64  # ranks of a ring whose order is optimized, in cubic time
 MAX_SWEEPS = 8  # of the search for a better order
 
 
-def plan_routes(rates: Rates) -> AllReducePlan:
-    """Return the fastest plan on links of these rates; the same on every rank.
+def plan_routes(rounds: Sequence[Rates], current: AllReducePlan | None = None) -> AllReducePlan:
+    """Return the plan for links that were measured in rounds; the same on every rank.
 
-    The direct plan is kept unless another is faster by at least a fifth.
+    A plan replaces the current one if it is faster by at least a fifth in every round, and on the
+    usual rates. Without such a plan the current one is kept while it is faster than the direct
+    plan. So measurements of equal links, which differ by chance, keep the order of ranks.
+
+    Args:
+        rounds: Rates of all links, several times.
+        current: The plan in use; None: the direct plan.
     """
-    peers = len(rates)
-    if peers <= 2:
-        return direct_plan(peers)
-    plans = [*_candidates(rates)]
-    best = min(plans, key=lambda plan: seconds_of(plan, rates))
+    peers, usual = len(rounds[0]), _usual(rounds)
     direct = direct_plan(peers)
-    return best if seconds_of(best, rates) < MIN_IMPROVEMENT * seconds_of(direct, rates) else direct
+    if peers <= 2:
+        return direct
+    seconds = partial(seconds_of, rates=usual)
+    if current is None or current.peers != peers or seconds(current) >= seconds(direct):
+        current = direct
+    best = min(_candidates(usual), key=seconds, default=current)
+    is_faster = all(
+        seconds_of(best, rates) < MIN_IMPROVEMENT * seconds_of(current, rates)
+        for rates in (usual, *rounds)
+    )
+    return best if is_faster else current
+
+
+def _usual(rounds: Sequence[Rates]) -> Rates:
+    """Return the median rate of each link, and the same rate for links that are about equal."""
+    ranks = range(len(rounds[0]))
+    medians = [[median(rates[a][b] for rates in rounds) for b in ranks] for a in ranks]
+    left = sorted((medians[a][b] for a in ranks for b in ranks if a != b), reverse=True)
+    level = {}
+    while left:
+        equal = [rate for rate in left if rate * SAME_RATE >= left[0]]
+        level |= dict.fromkeys(equal, median(equal))
+        left = left[len(equal) :]
+    return [[level.get(medians[a][b], 0.0) if a != b else 0.0 for b in ranks] for a in ranks]
 
 
 def _candidates(rates: Rates) -> Iterator[AllReducePlan]:
@@ -59,7 +86,9 @@ def seconds_of(plan: AllReducePlan, rates: Rates) -> float:
     over a slow link between racks share it.
     """
     if plan.shares:
-        return _direct_seconds(plan.shares, rates)
+        equal = _direct_seconds([1] * plan.peers, rates)
+        scale = _direct_seconds(plan.shares, rates) / equal
+        return scale * seconds_of(direct_plan(plan.peers), rates)
     seconds, held = 0.0, 1.0
     for depth, level in enumerate(plan.levels):
         part, ways = held / level.parts, 1 if level.way == "whole" else 2

@@ -201,12 +201,13 @@ class Channels:
         self._means.clear()  # of the plans of before
 
     def measure_links(self) -> Work[AllReducePlan]:
-        """Return the best plan for the links between nodes, from messages over each link.
+        """Return the plan for the links between nodes, from messages over each link.
 
         Collective over the world; non-blocking, as work for the engine.
         """
         nodes, node = self.rank_info.nodes, self.rank_info.node
-        return plan_routes((yield from link_rates(self.comms.lane, self.comms.world, node, nodes)))
+        rounds = yield from link_rates(self.comms.lane, self.comms.world, node, nodes)
+        return plan_routes(rounds, self.route)
 
     def ordered(
         self,

@@ -32,7 +32,7 @@ def routes(topology, monkeypatch, kind="ring"):
         "shares": AllReducePlan((Level(nodes),), shares=(0, *range(1, nodes))),
     }[kind]
     chosen = iter([first, direct_plan(nodes), direct_plan(nodes), first])
-    monkeypatch.setattr("daso.train.channels.plan_routes", lambda rates: next(chosen))
+    monkeypatch.setattr("daso.train.channels.plan_routes", lambda rounds, current: next(chosen))
     return first
 
 
