@@ -231,6 +231,7 @@ class ServerHooks:
         """Push the gradients of layers, by owner."""
         if leaving:
             self.serving.ensure_serving()
+            self.serving.wait_for_norm(self._progress.since_meeting)
         if self._step.values is None:
             self._step.values = values_of(self._groups())
         for owner, layers in leaving.items():
@@ -284,7 +285,8 @@ class ServerHooks:
             if tensor.grad is not None and _stamp(tensor) != stamp:
                 raise ConfigError(
                     f"gradients must be left alone between backward and step, since they leave in "
-                    f"backward, but that of {name} was changed (clipping, scaling?); use daso.DASO"
+                    f"backward, but that of {name} was changed; clip with the server's "
+                    f"clip_value= or clip_norm=, or use daso.DASO"
                 )
 
     def _refuse_unfrozen(self) -> None:

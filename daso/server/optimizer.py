@@ -45,8 +45,8 @@ class ParameterServer(torch.optim.Optimizer):
 
     Parameters change only before a layer's forward. All ranks start from world rank 0's parameters
     and buffers, and `synchronize`, or the end of ``with``, makes them equal again. Gradients are
-    pushed before all are known: clipping by their common norm, GradScaler and closures need
-    `daso.DASO`.
+    applied before all are known: clip with ``clip_value`` or ``clip_norm``; GradScaler and closures
+    need `daso.DASO`.
 
     Args:
         model: On its device, with the initial weights.
@@ -78,6 +78,14 @@ class ParameterServer(torch.optim.Optimizer):
         wire: Wire of gradients: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"`` or ``"topk"``; its
             rounding error is added to the next gradient. Rows are returned uncompressed. None:
             gradients are uncompressed too.
+        clip_value: Limit of each gradient element's absolute value, applied by the owner right
+            before its optimizer's step: to the mean gradient if ``staleness`` is 0, otherwise to
+            each rank's gradient. None: no limit.
+        clip_norm: Limit of the L2 norm of the whole gradient, one step late: owners multiply a
+            step's gradients by ``min(1, clip_norm / (norm + 1e-6))`` with the norm of the step
+            before, of the mean gradient if ``staleness`` is 0, otherwise of the rank's own
+            gradient. The first step is not scaled. Applied before ``clip_value``; needs
+            ``mode="sharded"``. None: no limit.
         exchange: ``chunk_bytes``: pieces of a message, so that urgent messages wait only for a few
             of them. ``timeout_seconds``: time without any message from other ranks after which a
             rank raises and names the missing ranks. ``nonfinite``: non-finite gradients of a layer
@@ -93,8 +101,6 @@ class ParameterServer(torch.optim.Optimizer):
     Collective over the world; blocking.
     """
 
-    _step_supports_amp_scaling = False
-
     @validate_call
     def __init__(  # noqa: PLR0913 - checked as one record
         self,
@@ -108,6 +114,8 @@ class ParameterServer(torch.optim.Optimizer):
         scale_by_staleness: bool = False,
         optimizer_state: OptimizerState = "per_rank",
         wire: str | None = None,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups and state belong to this rank's rows.
@@ -122,6 +130,8 @@ class ParameterServer(torch.optim.Optimizer):
                 scale_by_staleness=scale_by_staleness,
                 optimizer_state=optimizer_state,
                 wire=wire,
+                clip_value=clip_value,
+                clip_norm=clip_norm,
                 exchange=Exchange() if exchange is None else exchange,
             )
             every = (*model.named_parameters(), *model.named_buffers())
@@ -174,6 +184,15 @@ class ParameterServer(torch.optim.Optimizer):
         start_equal(trained, topology, limit, topology, exchange.keeps_own)
 
     # --- as an optimizer ---------------------------------------------------------------------
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuse a GradScaler, which reads this attribute before it steps an optimizer."""
+        raise ConfigError(
+            "a GradScaler must check all gradients before any is applied, but a ParameterServer "
+            "applies them during backward; use autocast with torch.bfloat16, which needs no "
+            "scaler, or daso.DASO"
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # read only
@@ -268,8 +287,9 @@ class ParameterServer(torch.optim.Optimizer):
         Returns:
             Plain values: ``mode``, ``staleness``, ``wire``, ``push_every`` (layers, now),
             ``steps``, ``gradient_age`` (mean, in steps of all ranks, when this rank applied them),
-            ``updates`` (of this rank's rows, over layers), ``dropped`` (steps), ``bytes_sent`` (to
-            all ranks), ``exposed_seconds`` (the training thread waited for others).
+            ``updates`` (of this rank's rows, over layers), ``norm`` (of the last step's gradient,
+            with ``clip_norm``), ``dropped`` (steps), ``bytes_sent`` (to all ranks),
+            ``exposed_seconds`` (the training thread waited for others).
         """
         return {
             "mode": self._plan.mode,
@@ -279,6 +299,7 @@ class ParameterServer(torch.optim.Optimizer):
             "steps": self._client.steps,
             "gradient_age": self._shard.ages.mean,
             "updates": sum(self._shard.versions),
+            "norm": self._serving.service.norm.last,
             "dropped": self._client.checks.dropped,
             "bytes_sent": self._serving.service.queue.sent_bytes,
             "exposed_seconds": self._serving.exposed_seconds,
@@ -299,17 +320,7 @@ class ParameterServer(torch.optim.Optimizer):
         Raises:
             CheckpointError: Ranks have not synchronized since the last step: rows may be changing.
         """
-        if self._serving.serves:
-            raise CheckpointError(
-                "state must be saved while no rank trains, but steps were taken, or the model was "
-                "evaluated, since ranks synchronized; call synchronize() on all ranks first"
-            )
-        return {
-            "inner": self._shard.inner_states(self._groups),
-            "residuals": self._serving.service.compressor.residuals(),
-            "share": self._shard.share(),
-            "steps": self._client.steps,
-        }
+        return self._serving.state(self._groups, self._client.steps)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of this rank's rows; load the model before creating the server.
@@ -323,27 +334,8 @@ class ParameterServer(torch.optim.Optimizer):
 
         Collective over the world; blocking.
         """
-        problem, share = None, self._shard.share()
-        if self._serving.serves:
-            problem = "state must be loaded while no rank trains; call synchronize() first"
-        elif state_dict.get("share") != share:
-            problem = (
-                f"state must be that of the same rows, {share}, not {state_dict.get('share')}; "
-                f"load each rank's own, in a world of the same size"
-            )
-        timeout_seconds = self._plan.exchange.timeout_seconds
-        self._topology.raise_on_all_ranks(problem, CheckpointError, timeout_seconds)
-        counts = gather(self._topology, int(state_dict["steps"]), timeout_seconds)
-        if self._plan.is_synchronous and min(counts) != max(counts):
-            raise CheckpointError(
-                f"with staleness=0 all ranks must have taken the same number of steps, but these "
-                f"states are of {min(counts)} to {max(counts)}; give the staleness they had"
-            )
-        server = self._shard
-        for source, inner in server.optimizers.items():
-            inner.load_state_dict(dict(state_dict["inner"][source]))
-        self._serving.service.compressor.load_residuals(state_dict.get("residuals", {}))
-        self._groups[:] = [dict(group) for group in server.inner.param_groups]
+        self._serving.load_state(state_dict)
+        self._groups[:] = [dict(group) for group in self._shard.inner.param_groups]
         self._client.resume(int(state_dict["steps"]))
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from daso.checks import NONE, check, choice, either, flag, instance_of, one_of, whole
+from daso.checks import NONE, check, choice, either, flag, instance_of, one_of, positive, whole
 from daso.errors import ConfigError
 from daso.plan.layout import Span, split
 from daso.plan.options import Exchange, Wire
@@ -36,6 +36,8 @@ class Plan:
     scale_by_staleness: bool
     optimizer_state: OptimizerState
     wire: str | None
+    clip_value: float | None = None
+    clip_norm: float | None = None
     exchange: Exchange
 
     def __post_init__(self) -> None:
@@ -51,6 +53,11 @@ class Plan:
                 f"wire is for gradients, which are sent only with mode='sharded', not with mode="
                 f"{self.mode!r}; leave it out"
             )
+        if self.clip_norm is not None and self.mode != "sharded":
+            raise ConfigError(
+                f"clip_norm needs mode='sharded', where all rows of a gradient are applied, not "
+                f"mode={self.mode!r}; use clip_value"
+            )
 
     def _check_names(self) -> None:
         check("mode", self.mode, choice(*get_args(Mode)))
@@ -62,6 +69,8 @@ class Plan:
         check("staleness", self.staleness, either(steps, NONE))
         check("push_every", self.push_every, either(layers, one_of("auto")))
         check("scale_by_staleness", self.scale_by_staleness, flag())
+        check("clip_value", self.clip_value, either(positive(), NONE))
+        check("clip_norm", self.clip_norm, either(positive(), NONE))
         check("exchange", self.exchange, instance_of(Exchange))
         usual = Exchange()
         names = ("chunk_bytes", "timeout_seconds", "nonfinite", "keep_local")
@@ -92,6 +101,16 @@ class Plan:
         """Return whether the gradients of each rank have their own optimizer state."""
         is_asynchronous = self.mode == "sharded" and not self.is_synchronous
         return is_asynchronous and self.optimizer_state == "per_rank"
+
+    @property
+    def clips_mean_norm(self) -> bool:
+        """Return whether the norm that clips is that of the mean gradient, not of each rank's."""
+        return self.clip_norm is not None and self.is_synchronous
+
+    @property
+    def clips_own_norm(self) -> bool:
+        """Return whether the norm that clips is that of each rank's own gradient."""
+        return self.clip_norm is not None and not self.is_synchronous
 
     @property
     def waits_for_replies(self) -> bool:
@@ -286,6 +305,7 @@ class Apply:
     version: int
     of: tuple[tuple[int, int], ...]  # rank and step of each gradient, in the order of addition
     digest: str  # of the rows afterwards
+    clip: float  # factor of the gradients, from the last step's norm
 
 
 @dataclass(frozen=True, slots=True)

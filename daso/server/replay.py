@@ -227,7 +227,7 @@ class _Replay:
         server = self._owners[owner]
         for (source, step), gradients in zip(apply.of, computed, strict=True):
             assert gradients is not None
-            server.contribute(self._contribution(owner, apply.layer, source, step, gradients))
+            server.contribute(self._contribution(owner, apply, source, step, gradients))
         if (server.versions[apply.layer], server.digest(apply.layer)) != (
             apply.version,
             apply.digest,
@@ -242,16 +242,17 @@ class _Replay:
         return True
 
     def _contribution(
-        self, owner: int, layer: int, source: int, step: int, computed: _Computed
+        self, owner: int, apply: Apply, source: int, step: int, computed: _Computed
     ) -> Contribution:
         return Contribution(
             source=source,
             step=step,
-            layers=(layer,),
+            layers=(apply.layer,),
             has=computed.has,
             read=(computed.loaded[owner],),
             values=computed.values,
-            row=self._decoded(source, owner, layer, computed),
+            row=self._decoded(source, owner, apply.layer, computed),
+            clip=apply.clip,
         )
 
     def _decoded(self, source: int, owner: int, layer: int, computed: _Computed) -> torch.Tensor:

@@ -6,7 +6,8 @@ It runs as work of an `Engine`, from the first forward after a synchronization t
 import atexit
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from daso import trace
 from daso.comm.control import gather
@@ -17,11 +18,11 @@ from daso.comm.p2p.routes import routes
 from daso.comm.p2p.send_queue import SendQueue
 from daso.comm.step_timer import RunningClock
 from daso.comm.topology import Topology
-from daso.errors import ExchangeError, StallError
+from daso.errors import CheckpointError, ExchangeError, StallError
 from daso.server.partition import HOST, Partition
 from daso.server.plan import Plan, is_fresh
 from daso.server.rows import Rows
-from daso.server.shard import ParameterShard
+from daso.server.shard import ParameterShard, Values
 from daso.server.shard_server import ShardServer, unequal_steps
 
 STEPS_WAITING = 2  # steps whose gradients may wait here to be applied
@@ -83,6 +84,15 @@ class ServerThread:
         if late():
             self._wait(lambda: not late(), who, step)
         return self.service.rows.take(layer, step)
+
+    def wait_for_norm(self, step: int) -> None:
+        """Block until the norm of the mean gradient of the step before is known, if it clips."""
+
+        def is_known() -> bool:
+            return self.service.norm.steps >= step
+
+        if self.plan.clips_mean_norm and not is_known():
+            self._wait(is_known, lambda: f"the gradient's norm of step {step - 1}", step)
 
     def wait_for_room(self, most_bytes: int) -> None:
         """Block until few bytes wait to be sent, and few own gradients to be applied."""
@@ -163,6 +173,45 @@ class ServerThread:
             else []
         )
         return self._topology.liveness.missing(absent)
+
+    def state(self, groups: Values, steps: int) -> dict[str, Any]:
+        """Return the state of the served rows, with these values of groups."""
+        if self.serves:
+            raise CheckpointError(
+                "state must be saved while no rank trains, but steps were taken, or the model was "
+                "evaluated, since ranks synchronized; call synchronize() on all ranks first"
+            )
+        shard = self.service.shard
+        return {
+            "inner": shard.inner_states(groups),
+            "residuals": self.service.compressor.residuals(),
+            "norm": self.service.norm.last,
+            "share": shard.share(),
+            "steps": steps,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the served rows. Collective over the world; blocking."""
+        problem, share = None, self.service.shard.share()
+        if self.serves:
+            problem = "state must be loaded while no rank trains; call synchronize() first"
+        elif state.get("share") != share:
+            problem = (
+                f"state must be that of the same rows, {share}, not {state.get('share')}; "
+                f"load each rank's own, in a world of the same size"
+            )
+        timeout_seconds = self.plan.exchange.timeout_seconds
+        self._topology.raise_on_all_ranks(problem, CheckpointError, timeout_seconds)
+        counts = gather(self._topology, int(state["steps"]), timeout_seconds)
+        if self.plan.is_synchronous and min(counts) != max(counts):
+            raise CheckpointError(
+                f"with staleness=0 all ranks must have taken the same number of steps, but these "
+                f"states are of {min(counts)} to {max(counts)}; give the staleness they had"
+            )
+        for source, inner in self.service.shard.optimizers.items():
+            inner.load_state_dict(dict(state["inner"][source]))
+        self.service.compressor.load_residuals(state.get("residuals", {}))
+        self.service.norm.last = state.get("norm")
 
     def close(self) -> None:
         """Stop the thread and free communicators. Collective over the world; idempotent."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from daso.comm.reduction import accumulator
+from daso.server.clipping import clip, squared_norm
 from daso.server.partition import HOST, Partition
 from daso.server.plan import Apply, Plan, age
 from daso.server.rows import RowState
@@ -36,6 +37,7 @@ class Contribution:
     read: tuple[int, ...]  # for each layer, the version of rows used to compute the gradient
     values: Values  # of each parameter group at that moment
     row: torch.Tensor  # the gradients (nbytes,), packed by `Partition.pack`
+    clip: float = 1.0  # factor of the gradients, from the last step's norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class ParameterShard:
             for optimizer in self.optimizers.values():
                 _use_nesterov(optimizer)
         self.versions = [0] * len(partition.layers)
+        self.squares = [0.0] * len(partition.layers)  # squared norms of the last mean gradients
         self.ages = Ages()
         self.logs = False  # whether versions are logged
         self.log: list[Apply] = []
@@ -156,8 +159,11 @@ class ParameterShard:
                 present = [tensor for tensor in tensors if tensor is not None]
                 if present:
                     grads[index] = _mean(present, len(gradients))
+            if self.plan.clips_mean_norm:
+                params = self.partition.layers[layer]
+                self.squares[layer] = squared_norm(grads[i] for i in params if i in grads)
         first = next(iter(ready.values()))[0]
-        self._step(self.inner, grads, first.of.values)
+        self._step(self.inner, grads, first.of.values, first.of.clip)
         for layer, gradients in ready.items():
             self._record_version(layer, gradients)
 
@@ -172,7 +178,8 @@ class ParameterShard:
                     grads[index] = tensor
         optimizer = self.optimizers.get(contribution.source, self.inner)
         for scale, grads in by_scale.items():
-            self._step(optimizer, grads, [_scaled(group, scale) for group in contribution.values])
+            values = [_scaled(group, scale) for group in contribution.values]
+            self._step(optimizer, grads, values, contribution.clip)
         for layer, gradient in gradients.items():
             self._record_version(layer, [gradient])
 
@@ -184,10 +191,15 @@ class ParameterShard:
         return 1 / ranks / (1 + age(self.versions[layer], gradient.read, ranks))
 
     def _step(
-        self, optimizer: torch.optim.Optimizer, grads: Mapping[int, torch.Tensor], values: Values
+        self,
+        optimizer: torch.optim.Optimizer,
+        grads: Mapping[int, torch.Tensor],
+        values: Values,
+        factor: float,
     ) -> None:
         if not grads:
             return
+        clip(grads.values(), factor, self.plan.clip_value)
         for index, grad in grads.items():
             self.stand_ins[index].grad = grad
         params = {id(self.stand_ins[index]) for index in grads}
@@ -205,7 +217,8 @@ class ParameterShard:
                 self._counts[layer][source] += 1
         if self.logs:
             of = tuple((gradient.of.source, gradient.of.step) for gradient in gradients)
-            self.log.append(Apply(layer, self.versions[layer], of, self.digest(layer)))
+            factor, digest = gradients[0].of.clip, self.digest(layer)
+            self.log.append(Apply(layer, self.versions[layer], of, digest, factor))
 
     def problem(self) -> str | None:
         """Return the error message for a factory's optimizer of other parameters, or None."""

@@ -18,6 +18,7 @@ from daso.comm.device.staging import DeviceStaging
 from daso.comm.engine import Work
 from daso.comm.p2p.send_queue import Message, SendQueue
 from daso.errors import ExchangeError
+from daso.server.clipping import LastNorm, squared_norm
 from daso.server.compression import PushCompressor
 from daso.server.partition import Partition
 from daso.server.plan import Plan
@@ -57,6 +58,7 @@ class ShardServer:
         self.queue, self.copies = queue, copies
         self.compressor = PushCompressor(partition, plan.wire)
         self.rows = RowVersions(partition, plan)
+        self.norm = LastNorm(sum(map(len, partition.owners)))
         self.own_contributions: deque[Contribution] = deque()  # from the training thread
         self.progress = threading.Condition()  # notified after every poll
         self.last_message_at = time.perf_counter()  # time of the last message
@@ -66,6 +68,7 @@ class ShardServer:
     def begin(self) -> None:
         """Restart the count of steps: all ranks have synchronized."""
         self.round = _Round([0.0] * len(self.partition.layers))
+        self.norm.begin()
 
     # --- called by the training thread -------------------------------------------------------
 
@@ -83,6 +86,9 @@ class ShardServer:
     ) -> None:
         """Queue gradients that are on the host; store those of this rank's own rows."""
         gradients = without_nonfinite(self.partition, owner, contribution, finite)
+        gradients = replace(gradients, clip=self.norm.factor(self.plan.clip_norm))
+        if self.plan.clips_own_norm:
+            self.norm.add(owner, self._squares(owner, gradients))
         payload = self.compressor.encode(owner, gradients.layers, gradients.has, gradients.row)
         if owner == self.rank:
             # The next gradient includes the rounding error, as for other ranks.
@@ -96,8 +102,17 @@ class ShardServer:
             gradients.has,
             gradients.read,
             gradients.values,
+            gradients.clip,
         )
         self.queue.enqueue(owner, Message(notes, payload, urgency))
+
+    def _squares(self, owner: int, gradients: Contribution) -> dict[int, float]:
+        """Return the squared norms of gradients for an owner, by layer."""
+        unpacked = self.partition.unpack(owner, gradients.layers, gradients.row)
+        return {
+            layer: squared_norm(next(unpacked)[1] for _ in self.partition.layers[layer])
+            for layer in gradients.layers
+        }
 
     @property
     def backlog_bytes(self) -> int:
@@ -151,15 +166,16 @@ class ShardServer:
         """Process a message; return this rank's layers with a new version."""
         kind, *notes = message.notes
         if kind == GRADIENTS:
-            step, layers, has, read, values = notes
+            step, layers, has, read, values, clip = notes
             start = time.perf_counter()
             row = self.compressor.decode(self.rank, layers, message.payload)
-            contribution = Contribution(source, step, layers, has, read, values, row)
+            contribution = Contribution(source, step, layers, has, read, values, row, clip)
             changed = self.shard.contribute(contribution)
             trace.record(trace.SUMS, start, key=step)
             return changed
         if kind == ROWS:
-            layers, versions = notes
+            layers, versions, squares = notes
+            self.norm.add(source, squares)
             row = pinned_on(self.copies, message.payload)
             self.rows.keep(source, rows_in(self.partition, source, layers, versions, row))
         elif kind == LAST_STEP:
@@ -218,16 +234,22 @@ class ShardServer:
 
     def _send_rows(self, layers: Sequence[int], ranks: Sequence[int], step: int) -> None:
         row, urgency = self.shard.packed(layers), self._urgency(step, layers)
+        squares = (
+            {layer: self.shard.squares[layer] for layer in layers}
+            if self.plan.clips_mean_norm
+            else {}
+        )
         # In asynchronous steps the newest version replaces all earlier ones.
         covers = frozenset(() if self.plan.is_synchronous else layers)
         for rank in ranks:
             states = [self.shard.row_state(layer, rank) for layer in layers]
             if rank == self.rank:
+                self.norm.add(rank, squares)
                 self.rows.keep(
                     rank, rows_in(self.partition, rank, layers, states, pinned_on(self.copies, row))
                 )
             else:
-                notes = (ROWS, tuple(layers), states)
+                notes = (ROWS, tuple(layers), states, squares)
                 self.queue.enqueue(rank, Message(notes, row, urgency, covers))
 
     def _urgency(self, step: int, layers: Sequence[int]) -> int:

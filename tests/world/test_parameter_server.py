@@ -29,7 +29,7 @@ from daso.errors import (
     StallError,
 )
 from daso.server.partition import Partition, layers_of
-from daso.server.plan import FLOOR_BYTES, MESSAGE_SECONDS, Send
+from daso.server.plan import FLOOR_BYTES, MESSAGE_SECONDS, Apply, Send
 from daso.server.replay import replay
 from daso.server.service import AHEAD
 
@@ -49,7 +49,7 @@ def _small_floor(request, monkeypatch):
 sgd = partial(training.sgd, weight_decay=1e-3)
 
 
-def sequential(build, make, ranks, steps, mode, rates=None):
+def sequential(build, make, ranks, steps, mode, rates=None, clip=lambda _: None):
     """Take synchronous steps in one process, in the most obvious way."""
     models = [build() for _ in range(ranks)]  # of which buffers differ
     stands = {"sharded": 1, "local_rows": ranks}[mode]
@@ -79,10 +79,51 @@ def sequential(build, make, ranks, steps, mode, rates=None):
                 p.grad = None if total is None else (total / len(chosen)).to(p.dtype)
             for group in inner.param_groups:
                 group["lr"] = group["lr"] if rates is None else rates(step)
+            clip(master)
             inner.step()
             results.append([p.detach().clone() for p in params])
         current = [joined(mode, [one[at] for one in results], owners[at]) for at in owners]
     return current
+
+
+class Clip:
+    """Clips the mean gradient of one process: by the norm of the step before, then by value."""
+
+    def __init__(self, ranks, clip_value=None, clip_norm=None):
+        self.ranks, self.value, self.norm = ranks, clip_value, clip_norm
+        self.last = None
+        self.bites = 0  # steps that it changed
+
+    def __call__(self, model):
+        params = [p for p in model.parameters() if p.requires_grad]
+        before = [None if p.grad is None else p.grad.clone() for p in params]
+        if self.norm is not None:
+            last, self.last = self.last, mean_norm(model, self.ranks)
+            for p in params if last is not None else ():
+                if p.grad is not None:
+                    p.grad.mul_(min(1.0, self.norm / (last + 1e-6)))
+        if self.value is not None:
+            nn.utils.clip_grad_value_(params, self.value)
+        same_bits = [
+            a is None or torch.equal(a, p.grad) for a, p in zip(before, params, strict=True)
+        ]
+        self.bites += not all(same_bits)
+
+
+def mean_norm(model, ranks):
+    """Return the norm of gradients, added in the order of the rows' owners."""
+    _, named, layers = layers_of(model)
+    shares = Partition(named, layers, ranks)
+    total = 0.0
+    for owner in range(ranks):
+        for layer in shares.owned(owner):
+            grads = [(at, named[at][1].grad) for at in layers[layer]]
+            rows = [shares.of(owner, at, grad) for at, grad in grads if grad is not None]
+            wide = [
+                one.contiguous().to(torch.promote_types(one.dtype, torch.float32)) for one in rows
+            ]
+            total += math.fsum(one.norm().item() ** 2 for one in wide)
+    return math.sqrt(total)
 
 
 def owners_of_params(model, ranks):
@@ -172,6 +213,135 @@ def test_learning_rates_are_those_of_each_step(topology):
     assert same(
         params(model), sequential(seeded(mlp), sgd, topology.world_size, 5, "sharded", rates)
     )
+
+
+CLIPS = [{"clip_value": 0.01}, {"clip_norm": 0.3}, {"clip_norm": 0.3, "clip_value": 0.05}]
+
+
+@pytest.mark.nodes((1, 1), (2, 1))
+@pytest.mark.parametrize("clips", CLIPS, ids=str)
+@pytest.mark.parametrize(("build", "make"), [(mlp, adamw), (mlp, sgd), (Odd, sgd), (Odd, adamw)])
+def test_clipped_steps_equal_one_process(topology, build, make, clips):
+    make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else make
+    model, report, _ = train(topology, build, make_flat, **clips)
+    clip = Clip(topology.world_size, **clips)
+    expected = sequential(seeded(build), make_flat, topology.world_size, 5, "sharded", clip=clip)
+    assert same(params(model), expected)
+    assert clip.bites >= 2
+    assert report["norm"] == clip.last
+    assert {*topology.world_comm.allgather(report["norm"])} == {clip.last}
+
+
+@pytest.mark.nodes((1, 1))
+def test_rows_of_one_ranks_gradients_are_clipped_by_value(topology):
+    model, *_ = train(topology, mlp, sgd, mode="local_rows", clip_value=0.01)
+    clip = Clip(topology.world_size, clip_value=0.01)
+    expected = sequential(seeded(mlp), sgd, topology.world_size, 5, "local_rows", clip=clip)
+    assert same(params(model), expected)
+    assert clip.bites
+
+
+class Once(nn.Module):
+    """Calls one of its layers in its first forward only."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.spare, self.calls = mlp(), nn.Linear(6, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(x) + self.spare(x) if self.calls == 1 else self.body(x)
+
+
+@pytest.mark.nodes((1, 1), (2, 1))
+def test_a_norm_that_arrives_late_is_waited_for(topology):
+    """Forward does not wait for a layer that it does not call; its norm is needed all the same."""
+    rank, size = topology.rank, topology.world_size
+    model, how = seeded(Once)(), {"clip_norm": 0.3, "push_every": 1}
+    with daso.ParameterServer(model, sgd, topology=topology, **how) as server:
+        for step in range(6):
+            if step == 3:
+                server.synchronize()
+            server.zero_grad()
+            batch_loss(model, rank, step).backward()
+            if rank == size - 1:
+                time.sleep(0.05)  # the gradient of the spare layer leaves in step()
+            server.step()
+    clip = Clip(size, clip_norm=0.3)
+    assert same(params(model), sequential(seeded(Once), sgd, size, 6, "sharded", clip=clip))
+
+
+@pytest.mark.nodes((1, 1))
+def test_constant_gradients_are_clipped_as_by_torch_from_the_second_step(topology):
+    rank, size = topology.rank, topology.world_size
+    torch.manual_seed(5)
+    x = torch.randn(size, 4, 6)
+    model, expected = seeded(lambda: nn.Linear(6, 3))(), seeded(lambda: nn.Linear(6, 3))()
+    make = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
+    inner = make(expected.parameters())
+    with daso.ParameterServer(model, make, topology=topology, clip_norm=0.2) as server:
+        for step in range(4):
+            server.zero_grad()
+            model(x[rank]).sum().backward()
+            server.step()
+            inner.zero_grad()
+            (expected(x.flatten(0, 1)).sum() / size).backward()
+            if step:
+                norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.2)
+            inner.step()
+    assert norm > 1
+    for mine, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.nodes((1, 1), (2, 1))
+@pytest.mark.parametrize("staleness", [1, None])
+@pytest.mark.parametrize(("build", "make"), [(mlp, adamw), (Odd, sgd)])
+def test_stale_gradients_are_clipped_by_their_own_ranks_last_norm(topology, build, make, staleness):
+    limit, norms = 0.3, {}
+    make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else make
+    how = {"staleness": staleness, "clip_norm": limit, "clip_value": 0.05, "each": uneven}
+    model, report, log = train(topology, build, make_flat, steps=8, **how)
+    logs = topology.world_comm.allgather(log)
+
+    def measured(model, rank, step):
+        backward(model, rank, step)
+        grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
+        norms[rank, step] = torch.cat([one.flatten() for one in grads]).norm().item()
+
+    found = replay(logs, seeded(build), make_flat, measured)
+    assert same(params(found.model), params(model))
+    applied = [one for log in logs for one in log.events if isinstance(one, Apply)]
+    assert applied
+    for one in applied:
+        ((source, step),) = one.of
+        last = norms.get((source, step - 1), 0.0)
+        assert one.clip == pytest.approx(min(1.0, limit / (last + 1e-6)), rel=1e-5)
+    assert min(one.clip for one in applied) < 0.9
+    assert report["norm"] == pytest.approx(norms[topology.rank, 7], rel=1e-5)
+
+
+@pytest.mark.nodes((1, 1))
+def test_the_last_norm_is_saved(topology):
+    """Each rank's own, where gradients are applied one by one."""
+    rank, limit = topology.rank, 0.3
+    how = {"topology": topology, "staleness": None, "clip_norm": limit}
+    model, other = seeded(mlp)(), seeded(mlp)()
+    with daso.ParameterServer(model, sgd, **how) as server:
+        train_batches(server, model, rank, range(3))
+        server.synchronize()
+        saved = copy.deepcopy(server.state_dict())
+        other.load_state_dict(model.state_dict())
+    norms = topology.world_comm.allgather(saved["norm"])
+    assert min(norms) > limit
+    with daso.ParameterServer(other, sgd, **how) as server:
+        server.load_state_dict(saved)
+        server.keep_log()
+        train_batches(server, other, rank, range(3, 4))
+        server.synchronize()
+        applied = [one for one in server.logged().events if isinstance(one, Apply)]
+    factors = {source: limit / (norm + 1e-6) for source, norm in enumerate(norms)}
+    assert {one.of[0][0]: one.clip for one in applied} == factors
 
 
 def uneven(server, step):
@@ -477,13 +647,15 @@ def test_the_state_of_each_ranks_gradients_is_saved(topology, optimizer_state):
             )
 
 
-@pytest.mark.parametrize("wire", [None, "int8"])
-def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology, shared_folder, wire):
-    """With what the wire had lost by then, and had not sent."""
+@pytest.mark.parametrize(("wire", "clip_norm"), [(None, None), ("int8", None), (None, 0.3)])
+def test_training_goes_on_after_ranks_met_and_from_what_was_saved(
+    topology, shared_folder, wire, clip_norm
+):
+    """With what the wire had lost by then, and had not sent, and with the norm that clips."""
     folder = shared_folder
     rank, size = topology.rank, topology.world_size
     make = lambda p: torch.optim.AdamW(p, lr=1e-2)  # noqa: E731
-    model, how = seeded(Odd)(), {"topology": topology, "wire": wire}
+    model, how = seeded(Odd)(), {"topology": topology, "wire": wire, "clip_norm": clip_norm}
     with daso.ParameterServer(model, make, **how) as server:
         train_batches(server, model, rank, range(3))
         with pytest.raises(CheckpointError, match="synchronize"):
@@ -501,7 +673,10 @@ def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology, shar
         train_batches(server, other, rank, range(3, 6))
     assert same(params(other), params(model))
     if wire is None:
-        assert same(params(model), sequential(seeded(Odd), make, size, 6, "sharded"))
+        clip = Clip(size, clip_norm=clip_norm)
+        expected = sequential(seeded(Odd), make, size, 6, "sharded", clip=clip)
+        assert same(params(model), expected)
+        assert bool(clip.bites) == (clip_norm is not None)
 
 
 def test_state_of_other_rows_is_refused(topology):
@@ -650,6 +825,31 @@ def test_what_cannot_be_done_says_what_can(topology):
         daso.ParameterServer(
             mlp(), lambda _: sgd([nn.Parameter(torch.zeros(1))]), topology=topology
         )
+
+
+@pytest.mark.nodes((1, 1))
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_is_refused_with_the_remedy(topology, unscales):
+    model, scaler = seeded(mlp)(), torch.amp.GradScaler("cpu", init_scale=64.0)
+    with daso.ParameterServer(model, sgd, topology=topology) as server:
+        scaler.scale(batch_loss(model, topology.rank, 0)).backward()
+        if unscales:
+            scaler.unscale_(server)
+        with pytest.raises(ConfigError, match=r"a GradScaler must .* use autocast .* daso\.DASO"):
+            scaler.step(server)
+        server.step()
+
+
+@pytest.mark.nodes((1, 1))
+def test_a_disabled_scaler_changes_nothing(topology):
+    model, scaler = seeded(mlp)(), torch.amp.GradScaler("cpu", enabled=False)
+    with daso.ParameterServer(model, sgd, topology=topology) as server:
+        for step in range(2):
+            server.zero_grad()
+            scaler.scale(batch_loss(model, topology.rank, step)).backward()
+            scaler.step(server)
+            scaler.update()
+    assert same(params(model), sequential(seeded(mlp), sgd, topology.world_size, 2, "sharded"))
 
 
 @pytest.mark.real_mpi

@@ -41,7 +41,7 @@ def serving(rank=1, make=sgd, **keywords):
     return model, server
 
 
-def contribution(server, model, source, step, *, read=0, grads=None):
+def contribution(server, model, source, step, *, read=0, grads=None, clip=1.0):
     if grads is None:
         generator = torch.Generator().manual_seed(100 * step + source)
         grads = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
@@ -53,6 +53,7 @@ def contribution(server, model, source, step, *, read=0, grads=None):
         read=(read,),
         values=values_of(server.inner.param_groups),
         row=server.partition.pack(server.rank, [0], grads),
+        clip=clip,
     )
     return one, grads
 
@@ -115,6 +116,25 @@ def test_each_ranks_gradients_have_a_momentum_and_rows_look_ahead(optimizer_stat
             expected[at] = expected[at] - LR / RANKS * move
     for stand_in, wanted in zip(server.stand_ins, expected, strict=True):
         torch.testing.assert_close(stand_in.detach(), wanted)
+
+
+@pytest.mark.parametrize("clip_value", [None, 0.3])
+def test_each_ranks_gradients_are_scaled_then_limited(clip_value):
+    """In a step of momentum written out: g = clamp(factor * g), then as above."""
+    model, server = serving(make=momentum, clip_value=clip_value, clip_norm=1.0)
+    expected = rows(model, [p.detach().clone() for p in model.parameters()])
+    buffers = {}
+    for source, step, factor in [(2, 0, 1.0), (0, 0, 1.0), (2, 1, 0.5), (2, 2, 0.25), (0, 1, 0.7)]:
+        one, grads = contribution(server, model, source, step, clip=factor)
+        server.contribute(one)
+        for at, grad in enumerate(rows(model, grads)):
+            clipped = (grad * factor).clamp(-(clip_value or 1e9), clip_value or 1e9)
+            key = (at, source)
+            buffers[key] = 0.9 * buffers[key] + clipped if key in buffers else clipped.clone()
+            expected[at] = expected[at] - LR / RANKS * (clipped + 0.9 * buffers[key])
+    for stand_in, wanted in zip(server.stand_ins, expected, strict=True):
+        torch.testing.assert_close(stand_in.detach(), wanted)
+    assert [one.clip for one in server.log] == [1.0, 1.0, 0.5, 0.25, 0.7]
 
 
 def test_where_all_gradients_are_taken_in_together_there_is_one_state():
