@@ -6,6 +6,7 @@ __all__ = [
     "ConfigError",
     "DasoError",
     "DataError",
+    "DivergenceError",
     "ExchangeError",
     "FlowError",
     "LayoutError",
@@ -30,6 +31,10 @@ class LayoutError(DasoError, ValueError):
 
 class ExchangeError(DasoError):
     """An exchange failed in the communication thread."""
+
+
+class DivergenceError(DasoError):
+    """Nodes hold different bits where all must hold the same: a host computes wrongly."""
 
 
 class NonFiniteError(DasoError):

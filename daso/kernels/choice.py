@@ -58,6 +58,10 @@ class Kernels(Protocol):
         """Apply a mean to the rows of a shard."""
         ...
 
+    def fingerprint(self, row: torch.Tensor, out: torch.Tensor) -> None:
+        """Compute a checksum of the bits of a row."""
+        ...
+
     def mean_rows(
         self,
         rows: "Sequence[torch.Tensor]",

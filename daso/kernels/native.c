@@ -24,6 +24,7 @@
 
 /* Payloads and rows may start at any byte. */
 typedef uint16_t u16 __attribute__((aligned(1), may_alias));
+typedef uint32_t u32 __attribute__((aligned(1), may_alias));
 typedef float f32 __attribute__((aligned(1), may_alias));
 typedef double f64 __attribute__((aligned(1), may_alias));
 
@@ -33,6 +34,7 @@ enum { COPY, ADD, PULL };                                /* merges */
 
 enum {
     TILE = 1024,       /* numbers whose squares are folded into one term */
+    PLACES = 1 << 16,  /* words of a fingerprint with different factors */
     PIECE = 512,       /* numbers per pass of functions without such sums: fits the L1 cache */
     BLOCK8 = 128, BYTES8 = 4 + BLOCK8,      /* int8 */
     PACKED = 32,       /* numbers of a block of int4 or int2, whose codes share bytes */
@@ -126,6 +128,18 @@ static void from_fp16s(const u16 *restrict from, int64_t n, f32 *restrict to)
     }
 #endif
     for (; i < n; i++) to[i] = from_fp16(from[i]);
+}
+
+/* Return the sum of words, each times an odd factor by its place: exact in any order. */
+uint32_t daso_fingerprint(int64_t count, const u32 *words)
+{
+    uint32_t sum = 0;
+    for (int64_t at = 0; at < count; at += PLACES) {
+        const u32 *part = words + at;
+        const uint32_t n = (uint32_t)least(PLACES, count - at);
+        for (uint32_t i = 0; i < n; i++) sum += part[i] * (2 * i + 1);
+    }
+    return sum;
 }
 
 #define ROW float

@@ -124,6 +124,8 @@ class NativeKernels:
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.NAME = f"C kernels ({variant})"
+        self._fingerprint = library.daso_fingerprint
+        self._fingerprint.argtypes, self._fingerprint.restype = (int64, pointer), ctypes.c_uint32
         self._functions = {}
         for dtype, suffix in TYPES.items():
             functions = {}
@@ -224,6 +226,11 @@ class NativeKernels:
             rows.share,
             sums.data_ptr(),
         )
+
+    def fingerprint(self, row: torch.Tensor, out: torch.Tensor) -> None:
+        """Compute a checksum; see `daso.kernels.torch_kernels.fingerprint`."""
+        _check_rows(row.dtype, row.numel(), row)
+        out.fill_(self._fingerprint(row.nbytes // 4, row.data_ptr()))
 
     def mean_rows(
         self,

@@ -5,6 +5,7 @@ device.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 
@@ -16,6 +17,8 @@ from daso.torch_private import foreach_add, foreach_copy
 PIECE = 1 << 16  # numbers: a multiple of every block; six rows of fp32 are 1.5 MiB
 DEVICE_PIECE = PIECE << 6  # on a device, where a pass costs a launch
 SUM_TILE = 1024  # numbers whose squares are summed by folding in halves
+PLACES = 1 << 16  # 32-bit words of a fingerprint with different factors
+WORD = (1 << 32) - 1
 
 NAME = "torch's operations"
 
@@ -234,6 +237,32 @@ def accept(
             if rows.residual is not None and rows.rounding is None:
                 apart += rows.residual[span]
             rows.shown[span].copy_(apart)
+
+
+@cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Return the factors of the words of a fingerprint by their places (PLACES,)."""
+    return torch.arange(1, 2 * PLACES, 2, dtype=torch.int32, device=device)
+
+
+def fingerprint(row: torch.Tensor, out: torch.Tensor) -> None:
+    """Compute a checksum of the bits of a row: one changed bit always changes it.
+
+    It is the sum of the 32-bit words, each times an odd factor by its place, modulo 2^32. Integer
+    sums are exact in any order.
+
+    Args:
+        row: Numbers (numel), fp32 or fp64.
+        out: Receives the fingerprint (1,), int64.
+    """
+    words = row.view(torch.int32)
+    factors = _factors(row.device)
+    out.zero_()
+    for a, b in _pieces(0, words.numel(), row.device):
+        whole = a + (b - a) // PLACES * PLACES
+        for part in (words[a:whole].view(-1, PLACES), words[whole:b].view(1, -1)):
+            out += (part * factors[: part.shape[1]]).sum(dtype=torch.int64)
+    out &= WORD
 
 
 def mean_rows(

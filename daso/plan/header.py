@@ -6,7 +6,7 @@ stored as its negative.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from daso.errors import ExchangeError
@@ -37,6 +37,8 @@ class Header:
     clipping: float = 0.0  # largest factor by which clipping shortened steps; 0: no clipping
     slowest: float = 0.0  # 0, or `slow_rank(...)` of the rank with the longest steps
     written: float = 0.0  # 1 if the program changed parameters between steps
+    # For each lane, the fingerprint of its reference and minus that; -inf from other lanes.
+    references: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, layout: float, batch: int, groups: Iterable[Mapping[str, Any]]) -> "Header":
@@ -59,17 +61,31 @@ class Header:
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""
-        return [float(getattr(self, name)) for name in _NAMES]
+        return [float(getattr(self, name)) for name in _NAMES] + list(self.references)
 
     @classmethod
     def decode(cls, numbers: Sequence[float]) -> "Header":
         """Return the header from its numbers in that order."""
-        return cls(*(float(number) for number in numbers))
+        values: dict[str, Any] = dict(zip(_NAMES, map(float, numbers), strict=False))
+        return cls(**values, references=tuple(map(float, numbers[len(_NAMES) :])))
 
     @classmethod
-    def width(cls) -> int:
+    def width(cls, lanes: int) -> int:
         """Return the number of numbers in a header."""
-        return len(_NAMES)
+        return len(_NAMES) + 2 * lanes
+
+    def with_reference(self, fingerprint: int, lane: int | None, lanes: int) -> "Header":
+        """Return the header with the fingerprint of this rank's part of the reference.
+
+        Args:
+            fingerprint: Of the rows that are exchanged.
+            lane: This rank's lane; None: it has no part.
+            lanes: Number of lanes.
+        """
+        references = [-math.inf] * (2 * lanes)
+        if lane is not None:
+            references[2 * lane : 2 * lane + 2] = float(fingerprint), -float(fingerprint)
+        return replace(self, references=tuple(references))
 
     @property
     def step_seconds(self) -> float:
@@ -111,6 +127,12 @@ class Header:
         """True if all ranks sent the same layout after the same number of batches."""
         return self.layout == -self.minus_layout and self.batch == -self.minus_batch
 
+    @property
+    def same_references(self) -> bool:
+        """True if all nodes hold the same reference."""
+        pairs = zip(self.references[::2], self.references[1::2], strict=True)
+        return all(most == -minus_least for most, minus_least in pairs)
+
     def check_aligned(self) -> None:
         """Raise on every rank unless all ranks have taken the same number of steps."""
         if not self.aligned:
@@ -121,7 +143,7 @@ class Header:
             )
 
 
-_NAMES = tuple(entry.name for entry in fields(Header))
+_NAMES = tuple(entry.name for entry in fields(Header) if entry.name != "references")
 
 
 def _finite(value: float) -> float:

@@ -8,6 +8,7 @@ Moments are the ends of recorded spans (`daso.trace.KINDS`): the third merge on 
 step, any message. The program itself is not changed.
 """
 
+import gc
 import os
 import re
 import resource
@@ -30,7 +31,7 @@ from daso.errors import ConfigError
 __all__ = ["Fault", "parse", "plant"]
 
 LEAST_STOP_SECONDS = 0.05  # so that SIGCONT does not precede SIGSTOP
-Kind = Literal["kill", "stop", "slow", "raise", "full", "jump"]
+Kind = Literal["kill", "stop", "slow", "raise", "full", "jump", "flip"]
 FORM = re.compile(
     rf"(?P<kind>{'|'.join(get_args(Kind))}) rank (?P<rank>\d+) at (?P<every>every )?"
     rf"(?P<event>{'|'.join(trace.KINDS)})(?: (?P<number>[1-9]\d*))?"
@@ -55,7 +56,7 @@ class Fault:
             thread raises a RuntimeError. ``"full"``: from then on no file of the process may grow
             longer than ``nbytes``: writing more is an OSError, as on a full disk. ``"jump"``: the
             clock of `time.time` moves by ``seconds``, also backwards; clocks that measure
-            durations do not.
+            durations do not. ``"flip"``: a bit changes in the reference that nodes agreed on.
         rank: World rank, by the launcher's count.
         event: One of `daso.trace.KINDS`; the fault strikes at its end.
         number: Number of the event on this rank, from 1; None: every event.
@@ -147,8 +148,24 @@ def _strike(fault: Fault, changed: ExitStack) -> None:
         changed.enter_context(_full_disk(fault.nbytes or 0))
     elif fault.kind == "jump":
         changed.enter_context(_other_clock(fault.seconds or 0.0))
+    elif fault.kind == "flip":
+        _flip_bit(where)
     else:
         time.sleep(fault.seconds or 0.0)
+
+
+def _flip_bit(where: str) -> None:
+    """Change the lowest bit of a number in the middle of this process's first reference."""
+    module = sys.modules.get("daso.train.deltas.shard")
+    for shard in gc.get_objects() if module else ():
+        is_shard = module is not None and isinstance(shard, module.DeltaShard)
+        if is_shard and shard.reference.untyped_storage().nbytes():
+            words = shard.reference.numpy().view("uint32")  # on the host
+            words[len(words) // 2] ^= 1
+            return
+    raise RuntimeError(
+        f"a bit of a reference must flip on {where}, but none is in memory; choose a later moment"
+    )
 
 
 def _stop(seconds: float | None) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import statistics
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +36,7 @@ Result = TypeVar("Result")
 Value = TypeVar("Value")
 logger = logging.getLogger("daso")
 
+NAMED = 3  # ranks in a message
 ALIKE = 0.01  # relative difference of equal gradients, by rounding alone
 
 
@@ -203,6 +205,7 @@ class Coordinator:
         if lowest == highest and not (shards and self._differ(checksum(shards))):
             return True
         self._refuse_nonfinite()
+        named = self._name_differing(checksum(plain))
         self._average_over(self.topology, plain)
         if self.is_sharded:
             self.average(shards)
@@ -210,12 +213,26 @@ class Coordinator:
         if self.leads and not expected:
             logger.warning(
                 "parameters must change only by the steps of daso's optimizer, and alike on every "
-                "rank, but they differed between ranks; all ranks have their mean now"
+                "rank, but they differed between ranks%s; all ranks have their mean now",
+                named,
             )
         lowest, highest = self.extremes(largest_rate(self.trained.inner.param_groups))
         if lowest != highest:
             self.warn_of_rates(lowest, highest)
         return False
+
+    def _name_differing(self, number: float) -> str:
+        """Return the ranks whose number differs from most; empty if most differ.
+
+        Collective over the world; blocking.
+        """
+        numbers, hosts = self.gather(number), self.topology.liveness.hosts
+        usual, count = Counter(numbers).most_common(1)[0]
+        ranks = [rank for rank, other in enumerate(numbers) if other != usual]
+        if not ranks or 2 * count <= len(numbers):
+            return ""
+        names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:NAMED])
+        return f" ({names}{', ...' if ranks[NAMED:] else ''} from the others)"
 
     def warn_of_rates(self, lowest: float, highest: float) -> None:
         """Warn once that learning rates differ between ranks."""

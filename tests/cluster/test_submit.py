@@ -121,6 +121,16 @@ def test_what_is_printed_says_what_was_chosen_and_what_was_submitted(daso):
     assert json.loads(kept[-1])["job"] == number
 
 
+def test_a_rank_gets_its_share_of_the_cpus_of_its_node(daso):
+    profile = ROOT / "daso/slurm/data/sites/minicluster.toml"
+    lines = [line for line in profile.read_text().splitlines() if "cpus_per_task" not in line]
+    (daso.cluster.work / "plain.toml").write_text("\n".join(lines))
+    out = daso.daso("submit", "--site=plain.toml", "--tasks-per-node=2", "hello.py").stdout
+    assert "CPUs of each rank: 2, because a node has 4;" in out
+    log = daso.follow(re.findall(r"submitted job (\d+) ", out)[0])
+    assert log.count("threads 2, cpus 2") == 2, log
+
+
 def test_flags_count_more_than_variables_of_sbatch_and_of_a_job_around_it(daso):
     env = {"DASO_SITE": "minicluster", "PYTHONPATH": str(ROOT), "SBATCH_JOB_NAME": "other"}
     env |= {"SBATCH_TIMELIMIT": "7", "SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "3"}
@@ -201,7 +211,7 @@ def test_restarts_end_at_the_limit(daso):
 @pytest.mark.slow("SLURM's shortest limit is a minute")
 @pytest.mark.parametrize("launcher", [SRUN])
 def test_ranks_are_told_before_time_runs_out(daso, launcher):
-    # SLURM signals half a minute to a minute earlier than it is asked to: 40 s would be at the start.
+    # SLURM signals up to a minute earlier than it is asked to: 40 s would be at the start.
     words = ["--nodes=2", "--time=1", "--signal-seconds=5", f"--launcher={launcher}", "told.py"]
     job = daso.submit(*words)
     log = daso.follow(job)

@@ -72,6 +72,19 @@ def test_those_that_are_left_train_on_and_end_alike(python, tmp_path, case) -> N
     assert max(one["longest_seconds"] for one in results.values()) < 5 * slowness()
 
 
+def test_a_node_that_computes_wrongly_is_named_and_left_behind(python, tmp_path) -> None:
+    words = ("-m", "daso.testing.faults", "flip rank 1 at merge 3", PROGRAM, tmp_path)
+    run = elastic_run(python, (1, 1, 1), *words, "Fixed(4, 2)", 2 * EPOCH)
+    assert run.returncode == 0, run.stderr[-4000:]
+    named = r"rank 1 on host \S+ differs from the others, first in \S+; training continues"
+    assert len(re.findall(named, run.stderr)) == 1
+    assert len(re.findall(r"^daso\.errors\.DivergenceError: .* rank 1 on", run.stderr, re.M)) == 1
+    results = {int(path.stem): json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert set(results) == {0, 2}
+    assert len({one["digest"] for one in results.values()}) == 1
+    assert {one["batches"] for one in results.values()} == {2 * EPOCH}
+
+
 # The last number of each world is its spare ranks; of 2-rank nodes two are a spare node.
 WITH_SPARES = {
     "synchronous": ((1,) * 3, "Fixed(1, 0)", ["1:15:step", "0:37:backward"], 2),

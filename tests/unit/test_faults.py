@@ -5,11 +5,13 @@ import sys
 import time
 
 import pytest
+import torch
 from jobs import HANG_SECONDS
 
 from daso import trace
 from daso.errors import ConfigError
 from daso.testing.faults import Fault, parse, plant
+from daso.train.deltas.shard import DeltaShard, MergeOptions
 
 
 def test_faults_are_read_from_text():
@@ -24,6 +26,7 @@ def test_faults_are_read_from_text():
         Fault("full", 1, "step", 4, None, 4096)
     ]
     assert parse("jump rank 1 at exchange by -3600 s") == [Fault("jump", 1, "exchange", 1, -3600.0)]
+    assert parse("flip rank 2 at merge 3") == [Fault("flip", 2, "merge", 3)]
     assert parse("") == []
 
 
@@ -55,6 +58,14 @@ def test_a_disk_is_full_from_some_byte_on_until_the_fault_is_taken_away(tmp_path
         path.write_bytes(bytes(9000))
     remove()
     path.write_bytes(bytes(9000))
+
+
+def test_a_bit_of_a_reference_flips():
+    shard = DeltaShard(torch.zeros(5), MergeOptions())
+    remove = plant(parse("flip rank 0 at send"), rank=0)
+    trace.record(trace.SEND, time.perf_counter())
+    remove()
+    assert shard.reference.view(torch.int32).tolist() == [0, 0, 1, 0, 0]
 
 
 def test_a_clock_jumps_and_what_measures_time_does_not():

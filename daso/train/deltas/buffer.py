@@ -19,7 +19,7 @@ from daso.comm.node.base import NodeShare, NodeTransport
 from daso.comm.rank_info import RankInfo
 from daso.comm.reduction import Chunks, whole
 from daso.kernels.codecs import Codec, codec_named, dense_codec, exact_codec
-from daso.kernels.rows import FlatTensors
+from daso.kernels.rows import NOWHERE, FlatTensors
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.exchange import ADOPT, KEEP, Merge
 from daso.plan.layout import Layout, Piece, Span, pieces, split
@@ -314,12 +314,27 @@ class DeltaBuffer:
         self.part.publish(ADOPT)
         self._merge_published(ADOPT)
 
-    def collect(self) -> Work[int | None]:
-        """Return the first element of the whole row that is not finite, if any, as work."""
-        nonfinite = yield from self.part.collect()
-        if nonfinite is None:
-            return None
-        return self.sharding.whole.element_of(self.views.layout, self.span.start + nonfinite)
+    def collect(self) -> Work[tuple[int | None, int]]:
+        """Return the first element of the whole row that is not finite, and a fingerprint.
+
+        The fingerprint is that of this lane's reference. As work for the engine.
+        """
+        first, fingerprint = yield from self.part.collect()
+        if first == NOWHERE:
+            return None, fingerprint
+        whole, at = self.sharding.whole, self.span.start + first
+        return whole.element_of(self.views.layout, at), fingerprint
+
+    def fingerprints(self) -> list[tuple[str, int]]:
+        """Return the names of parameters in this rank's part, and fingerprints of their reference.
+
+        Does not communicate; for errors, since it launches a kernel for each parameter.
+        """
+        prints, out = [], torch.zeros(1, dtype=torch.int64, device=self.part.reference.device)
+        for piece in pieces(self.views.layout, self.span):
+            self.part.kernels.fingerprint(self.part.reference[slice(*piece.at)], out)
+            prints.append((self.views.layout.slots[piece.slot].name, int(out)))
+        return prints
 
     def exchange(self) -> Work[Measured]:
         """Move the reference by the mean delta of all nodes.

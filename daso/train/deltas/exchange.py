@@ -18,6 +18,7 @@ from daso.plan.schedule import Action, Measurements, State
 from daso.plan.small_tensors import SMALL_WAIT
 from daso.train.coordinator import Coordinator
 from daso.train.deltas.buffer import DeltaBuffer
+from daso.train.deltas.divergence import refuse_divergence
 from daso.train.deltas.in_flight import InFlight, Outcome, Votes, carry_out, name_at, pack, unpack
 from daso.train.deltas.meter import ExchangeMeter
 from daso.train.deltas.outer import MakeOuter
@@ -190,6 +191,11 @@ class DeltaExchange:
         seconds = flight.handle.seconds - outcome.made_seconds
         self.metrics.global_bytes_sent += outcome.nbytes
         outcome.header.check_aligned()
+        if not outcome.header.same_references:
+            refuse_divergence(self.coordinator, self._all_rows)
+            self._discard(flight)
+            self._turn_back(flight)
+            return None
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
             return None
@@ -283,11 +289,15 @@ class DeltaExchange:
             for row in self._rows_of(flight.sent.fragment):
                 row.turn_back()
 
-    def _drop(self, flight: InFlight, outcome: Outcome) -> None:
-        """Reset the node with a non-finite value to the reference, and report its rank."""
+    def _discard(self, flight: InFlight) -> None:
+        """Forget the measurements of an exchange that is not merged."""
         if not flight.small:
             self._state = self.rules.drop(self._state)
             self._meter.contention.drop()
+
+    def _drop(self, flight: InFlight, outcome: Outcome) -> None:
+        """Reset the node with a non-finite value to the reference, and report its rank."""
+        self._discard(flight)
         element, rank = decode_culprit(outcome.header.nonfinite, self.rank_info.world_size)
         limit = self.settings.exchange.timeout_seconds
         if not all(gather_numbers_in_node(self.coordinator.topology, outcome.sound, limit)):

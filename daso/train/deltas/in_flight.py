@@ -52,9 +52,9 @@ class Votes:
         mpi, self._comm = load(), channels.comms.votes
         self._in_place, self._max, self._sum = mpi.IN_PLACE, mpi.MAX, mpi.SUM
         self._rounds = vote_rounds(channels.world_info.world_size) // 2
+        widths = Header.width(channels.world_info.lanes), Tally.width()
         self._header, self._tally = (
-            sum_buffer(torch.zeros(width, dtype=torch.float64, device="cpu"))
-            for width in (Header.width(), Tally.width())
+            sum_buffer(torch.zeros(width, dtype=torch.float64, device="cpu")) for width in widths
         )
 
     def combine(self, header: Header, tally: Tally | None = None) -> Work[tuple[Header, Tally]]:
@@ -67,7 +67,8 @@ class Votes:
         Collective over the world; non-blocking, as work for the engine.
         """
         most, sums = self._header[0], self._tally[0]
-        most[:] = header.encode()
+        numbers = header.encode()
+        most[: len(numbers)], most[len(numbers) :] = numbers, 0.0
         requests = [self._comm.Iallreduce(self._in_place, self._header, op=self._max)]
         if tally is not None:
             sums[:] = tally.encode()
@@ -100,12 +101,13 @@ def carry_out(
     Collective over the world; non-blocking, as work for the engine.
     """
     begun, busy = time.perf_counter(), time.thread_time()
-    code = yield from _nonfinite(channels, all_rows, rows)
-    made_seconds = time.perf_counter() - begun
-    header = replace(header, nonfinite=code)
+    code, fingerprint = yield from _check_rows(channels, all_rows, rows)
+    made_seconds, world = time.perf_counter() - begun, channels.world_info
+    header = replace(header, nonfinite=code).with_reference(fingerprint, world.lane, world.lanes)
     agreed, sums = yield from votes.combine(header, tally)
     total = Measured()
-    if not agreed.nonfinite and agreed.aligned and channels.world_info.lane is not None:
+    agreed_on = agreed.aligned and agreed.same_references
+    if agreed_on and not agreed.nonfinite and world.lane is not None:
         for row in rows:
             measurements = yield from row.exchange()
             # Small tensors are also exchanged alone: their distance would bias the choice of skip.
@@ -116,18 +118,19 @@ def carry_out(
     return Outcome(agreed, sums, measured, total.nbytes, sound, made_seconds, busy_seconds)
 
 
-def _nonfinite(
+def _check_rows(
     channels: Channels, all_rows: Sequence[DeltaBuffer], rows: Sequence[DeltaBuffer]
-) -> Work[float]:
-    """Return the code of the first value of these rows that is not finite; 0: all are."""
-    world, before, code = channels.world_info, 0, 0.0
+) -> Work[tuple[float, int]]:
+    """Return the code of these rows' first value that is not finite, or 0, and a fingerprint."""
+    world, before, code, fingerprint = channels.world_info, 0, 0.0, 0
     for row in all_rows:
         if row in rows:
-            element = yield from row.collect()
+            element, row_fingerprint = yield from row.collect()
+            fingerprint += row_fingerprint
             if element is not None and not code:
                 code = culprit(before + element, world.rank, world.world_size)
         before += row.numel
-    return code
+    return code, fingerprint
 
 
 def name_at(all_rows: Sequence[DeltaBuffer], element: int) -> str:

@@ -198,7 +198,7 @@ class ExchangeMeter:
 
     def measured_header(self, batch: int) -> Header:
         """Return these numbers with the measurements since the last call."""
-        values = self._small_seconds()
+        values: dict[str, Any] = self._small_seconds()
         values |= {"own_seconds": self.local.own_seconds, "written": float(self.local.written)}
         if self.clipping is not None:
             values["clipping"] = self.clipping.take()

@@ -7,7 +7,7 @@ This module is independent of MPI and other ranks: the same code runs between no
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,13 @@ class MergeOptions:
     eager: bool = False  # a node goes ahead when it sends
     share: float = 1.0  # this node's weight in the mean of all nodes
     outer: MakeOuter | None = None
+
+
+class Checks(NamedTuple):
+    """Checks of a shard when it is sent."""
+
+    first: int  # the first element that is not finite; NOWHERE: all are
+    fingerprint: int  # of the reference, which is equal on all nodes
 
 
 @dataclass(slots=True)
@@ -130,9 +137,10 @@ class DeltaShard(ReduceBuffer):
         self.residual: torch.Tensor | None = None
         self.rounding_error: torch.Tensor | None = None
         self._prediction = Prediction()  # unused where nodes do not go ahead
-        # Of the last exchange: place of the first number that was not finite when it was sent;
+        # Of the last exchange: place of the first number that was not finite when it was sent, and
+        # fingerprint of the reference;
         # squared distance from the mean of nodes, norm of the reference, and of the mean delta.
-        self._first = torch.full((1,), NOWHERE, dtype=torch.int64, device=published.device)
+        self._checks = torch.tensor([NOWHERE, 0], dtype=torch.int64, device=published.device)
         self._sums = torch.zeros(3, dtype=torch.float64, device=published.device)
 
     def warm_up(self, codecs: Sequence[Codec], spans: Spans, values: FlatTensors) -> None:
@@ -174,15 +182,16 @@ class DeltaShard(ReduceBuffer):
                 reference=self.reference,
                 residual=self.residual,
                 rounding=self.rounding_error,
-                first=self._first,
+                first=self._checks[:1],
                 # Most of the distance between nodes; negligible with other wires.
                 distance=self._sums[0] if codec.sparse else None,
             ),
         )
+        self.kernels.fingerprint(self.reference, self._checks[1:])
 
     def _open(self, codec: Codec, spans: Spans, *, keeps: bool) -> None:
         """Allocate memory for the payload of an exchange."""
-        self._first.fill_(NOWHERE)
+        self._checks[0] = NOWHERE
         self._sums.zero_()
         self.keeps_local, self.rounding_error = keeps and not self.options.eager, None
         self.is_lossy = not codec.exact
@@ -200,19 +209,10 @@ class DeltaShard(ReduceBuffer):
     def seal(self) -> None:
         """Do nothing: on the host all computations until now are over."""
 
-    @property
-    def checks(self) -> torch.Tensor:
-        """Place of the first number that was not finite (1,), on the device."""
-        return self._first
-
-    def first_nonfinite(self, checks: Sequence[int]) -> int | None:
-        """Return the first element that was not finite when it was sent, if any."""
-        return checks[0] if checks[0] < NOWHERE else None
-
-    def collect(self) -> Work[int | None]:
-        """Return the first element that is not finite, if any; on the host it is known."""
+    def collect(self) -> Work[Checks]:
+        """Return the checks of what is sent; on the host they are known."""
         yield from ()
-        return self.first_nonfinite(self._first.tolist())
+        return Checks(*self._checks.tolist())
 
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return the encoded payloads of spans."""

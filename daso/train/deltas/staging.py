@@ -10,7 +10,7 @@ from daso.comm.engine import Work
 from daso.comm.reduction import SendBuffer, Spans
 from daso.kernels.codecs import Codec
 from daso.kernels.rows import FlatTensors
-from daso.train.deltas.shard import DeltaShard, MergeOptions
+from daso.train.deltas.shard import Checks, DeltaShard, MergeOptions
 
 
 def make_shard(
@@ -54,15 +54,15 @@ class DeviceShard(DeltaShard):
     ) -> None:
         super().__init__(published, options)
         self._copies, self._rounded = where.copies, rounded
-        self._checks = self._copies.host_memory(0)
+        self._on_host = self._copies.host_memory(0)  # checks of the last exchange
         self._training: object = None  # stream on which the training thread launches
         self._before: list[Arrived] = []  # launches that must be over before a payload is sent
 
     def encode(self, codec: Codec, spans: Spans, values: FlatTensors, *, keeps: bool) -> None:
-        """Encode the payload of an exchange; start a copy of the check whether it is finite."""
+        """Encode the payload of an exchange; start a copy of its checks."""
         self._training = self._copies.current_stream()
         super().encode(codec, spans, values, keeps=keeps)
-        self._checks, arrived = self._out(self.checks)
+        self._on_host, arrived = self._out(self._checks)
         self._before = [arrived]
 
     def _out(self, row: torch.Tensor) -> tuple[torch.Tensor, Arrived]:
@@ -74,11 +74,11 @@ class DeviceShard(DeltaShard):
         """Let no payload be sent before the launches until now are over."""
         self._before.append(self._copies.completion())
 
-    def collect(self) -> Work[int | None]:
-        """Return the first element that is not finite, if any, once the payload is made."""
+    def collect(self) -> Work[Checks]:
+        """Return the checks of what is sent, once the payload is made."""
         self._copies.bind_thread()  # the engine's thread, which calls MPI
         yield from self._before
-        return self.first_nonfinite(self._checks.tolist())
+        return Checks(*self._on_host.tolist())
 
     def conclude(self) -> Work[tuple[float, float, float]]:
         """End the exchange."""

@@ -248,6 +248,28 @@ def test_mean_rows(native, *, kind, numel, count, divisor, spread, in_place, shi
         same(expected, actual, "mean_rows")
 
 
+@cases
+@given(
+    dtype=st.sampled_from(ROWS),
+    numel=st.integers(1, 3 << 15),
+    at=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 31),
+    shift=SHIFTS,
+    seed=SEEDS,
+)
+def test_fingerprint(native, *, dtype, numel, at, bit, shift, seed):
+    row, out = numbers(numel, seed, dtype), torch.zeros(3, dtype=torch.int64)
+    torch_kernels.fingerprint(row, out[:1])
+    native.fingerprint(shifted(row, shift), out[1:2])
+    words = row.view(torch.int32)
+    place = int(at * words.numel())
+    total = (words.long() * (2 * (torch.arange(words.numel()) % (1 << 16)) + 1)).sum()
+    words[place] ^= (1 << bit) - (bit == 31) * (1 << 32)
+    native.fingerprint(row, out[2:])
+    assert out[0] == out[1] == total % (1 << 32)
+    assert out[2] != out[0]
+
+
 @pytest.mark.parametrize("how", [(1.0, False), (1.0, True), (0.3, False), (0.75, False)])
 @cases
 @given(

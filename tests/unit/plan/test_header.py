@@ -14,7 +14,8 @@ checked = settings(derandomize=True, max_examples=100, deadline=None)
 
 PAIRS = 2**53
 numbers = st.floats(allow_nan=False)
-headers = st.builds(Header, *[numbers] * Header.width())
+headers = st.builds(Header, *[numbers] * Header.width(0), st.tuples(*[numbers] * 4))
+fingerprints = st.integers(0, 2**45)  # sums of 32-bit words' over rows
 digests = st.integers(0, 2**48 - 1)
 batches = st.integers(0, 2**40)
 
@@ -54,15 +55,33 @@ def test_the_numbers_have_a_fixed_order_and_are_floats():
         "clipping",
         "slowest",
         "written",
+        "references",
     ]
     assert header.encode() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+    assert header.with_reference(7, 1, 2).encode()[16:] == [-math.inf, -math.inf, 7, -7]
     assert {type(number) for number in header.encode()} == {float}
 
 
 @checked
 @given(headers)
 def test_the_width_is_the_number_of_numbers(header):
-    assert Header.width() == len(header.encode())
+    assert Header.width(2) == len(header.encode())
+
+
+@checked
+@given(st.lists(st.lists(fingerprints, min_size=2, max_size=2), min_size=1, max_size=4))
+def test_references_are_the_same_exactly_when_each_lane_has_one(nodes):
+    headers = [
+        Header().with_reference(own, lane, 2) for node in nodes for lane, own in enumerate(node)
+    ]
+    headers.append(Header().with_reference(0, None, 2))  # a third rank of a node has no lane
+    same = all(len(set(lane)) == 1 for lane in zip(*nodes, strict=True))
+    assert reduced(headers).same_references == same
+
+
+def test_votes_without_a_reference_do_not_differ():
+    assert Header().same_references
+    assert Header.decode([*Header().encode(), 0.0, 0.0]).same_references
 
 
 @checked
@@ -174,6 +193,7 @@ def test_a_rank_with_nothing_to_say_changes_no_number_of_the_others(header):
     )
     positive = {name: abs(getattr(header, name)) for name in least_0}
     loud = replace(header, **positive)
+    silent["references"] = (-math.inf,) * 4
     assert reduced([loud, Header(**silent)]) == loud
 
 

@@ -1,0 +1,86 @@
+"""Names the nodes whose reference differs from that of the others: something computed wrongly."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from daso.comm.control import gather
+from daso.errors import DivergenceError
+from daso.train.coordinator import Coordinator
+from daso.train.deltas.buffer import DeltaBuffer
+
+logger = logging.getLogger("daso")
+
+Prints = Sequence[tuple[str, int]]  # names of parameters, and fingerprints of their references
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Ranks whose reference differs from that of most nodes.
+
+    Args:
+        ranks: Their world ranks; the whole lane, where no reference has a majority.
+        parameter: The first parameter that differs.
+        is_known: Whether most nodes agree on another reference.
+    """
+
+    ranks: tuple[int, ...]
+    parameter: str
+    is_known: bool
+
+
+def find_divergence(prints: Sequence[Prints], node_of: Sequence[int]) -> Divergence:
+    """Return the ranks that differ from the majority of their lane, of the first lane that differs.
+
+    Args:
+        prints: Fingerprints of each world rank's part of the reference.
+        node_of: Node of each world rank.
+    """
+    local_ranks = [node_of[:rank].count(node) for rank, node in enumerate(node_of)]
+    lanes = min(Counter(node_of).values())
+    for lane in range(lanes):
+        ranks = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == lane]
+        versions = Counter(tuple(prints[rank]) for rank in ranks)
+        if len(versions) > 1:
+            usual, count = versions.most_common(1)[0]
+            others = [rank for rank in ranks if tuple(prints[rank]) != usual]
+            pairs = zip(usual, prints[others[0]], strict=True)
+            parameter = next(usual_print[0] for usual_print, other in pairs if usual_print != other)
+            is_known = 2 * count > len(ranks)
+            return Divergence(tuple(others if is_known else ranks), parameter, is_known)
+    raise AssertionError("the references of all nodes are equal")
+
+
+def refuse_divergence(coordinator: Coordinator, rows: Sequence[DeltaBuffer]) -> None:
+    """Raise an error that names the ranks whose reference differs from that of most nodes.
+
+    In an elastic job only their nodes raise it, if they are known: the others continue.
+
+    Args:
+        coordinator: Of all ranks.
+        rows: All rows of the model.
+
+    Collective over the world; blocking.
+    """
+    topology, limit = coordinator.topology, coordinator.channels.settings.exchange.timeout_seconds
+    prints = [pair for row in rows for pair in row.fingerprints()]
+    node_of, hosts = topology.rank_info.node_of, topology.liveness.hosts
+    divergence = find_divergence(gather(topology, prints, limit), node_of)
+    named = ", ".join(f"rank {rank} on host {hosts[rank]}" for rank in divergence.ranks)
+    problem = (
+        f"all nodes must hold the same reference, but that of {named} "
+        f"{'differs from the others' if divergence.is_known else 'differs from each other'}, "
+        f"first in {divergence.parameter}"
+    )
+    nodes = {node_of[rank] for rank in divergence.ranks}
+    goes_on = topology.is_elastic and divergence.is_known
+    if goes_on and topology.rank_info.node not in nodes:
+        first = min(rank for rank, node in enumerate(node_of) if node not in nodes)
+        if topology.rank == first:
+            logger.warning("%s; training continues without these nodes", problem)
+        return
+    raise DivergenceError(
+        f"{problem}; a processor, memory or kernel there computed wrongly: test these hosts, and "
+        f"resume from the last checkpoint without them"
+    )

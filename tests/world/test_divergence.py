@@ -1,0 +1,103 @@
+"""A node whose reference differs in a single bit is named at the next exchange."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import mlp, seeded, sgd
+from training import train_batches
+
+import daso
+from daso.errors import DivergenceError
+from daso.train.deltas.divergence import find_divergence
+
+SKIP, WAIT = 4, 1
+OPTIONS = {
+    "fp32": {},
+    "int4": {"wire": "int4"},
+    "topk": {"wire": "topk"},
+    "fragments": {"exchange": daso.Exchange(fragments=2)},
+    "ahead": {"merge": "eager"},
+    "outer": {"outer": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9)},
+}
+
+
+def names_of(model):
+    return [name for name, _ in model.named_parameters()]
+
+
+def flip(optimizer, element, bit):
+    """Change a bit of this rank's part of the reference; return the name of its parameter."""
+    rows = [row for rows in optimizer._session.runner.deltas.rows.values() for row in rows]
+    row = rows[0]
+    index = element % row.span.numel
+    row.part.reference.view(torch.int32)[index : index + 1].bitwise_xor_(
+        torch.tensor([1 << bit if bit < 31 else -(1 << 31)], dtype=torch.int32)
+    )
+    return row.views.layout.name_at(row.span.start + index)
+
+
+@pytest.mark.nodes((1, 1, 1), (2, 2, 1), (1, 1), (2, 2))
+@pytest.mark.parametrize("case", OPTIONS)
+def test_the_node_is_named_at_the_next_exchange(topology, rank_info, case):
+    model, culprit = seeded(mlp)(), 1
+    policy = daso.Fixed(SKIP, WAIT)
+    optimizer = daso.DASO(
+        sgd(model), module=model, topology=topology, policy=policy, **OPTIONS[case]
+    )
+    try:
+        train_batches(optimizer, model, topology.rank, range(9))
+        struck = rank_info.node == culprit and rank_info.local_rank == 0
+        name = flip(optimizer, 5, 3) if struck else ""
+        name = max(topology.world_comm.allgather(name))
+        fragments = 2 if case == "fragments" else 1
+        with pytest.raises(DivergenceError) as caught:
+            train_batches(optimizer, model, topology.rank, range(9, 9 + fragments * SKIP + WAIT))
+    finally:
+        optimizer.close()
+    first = rank_info.node_of.index(culprit)
+    assert f"rank {first} on host" in str(caught.value)
+    assert f"first in {name};" in str(caught.value)
+    known = rank_info.nodes > 2
+    assert ("from the others" if known else "from each other") in str(caught.value)
+    assert len(re.findall("rank ", str(caught.value))) == (1 if known else 2)
+
+
+@pytest.mark.nodes((1, 1))
+@pytest.mark.parametrize("bit", [0, 22, 30, 31])
+def test_every_bit_counts(topology, bit):
+    model = seeded(mlp)()
+    policy = daso.Fixed(SKIP, WAIT)
+    optimizer = daso.DASO(sgd(model), module=model, topology=topology, policy=policy)
+    try:
+        train_batches(optimizer, model, topology.rank, range(5))
+        if topology.rank == 1:
+            flip(optimizer, 1, bit)
+        with pytest.raises(DivergenceError, match="same reference"):
+            train_batches(optimizer, model, topology.rank, range(5, 5 + SKIP + WAIT))
+    finally:
+        optimizer.close()
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=3, max_size=6), st.data())
+def test_those_that_differ_from_most_are_named(sizes, data):
+    node_of = [node for node, size in enumerate(sizes) for _ in range(size)]
+    wrong = data.draw(st.sets(st.integers(0, len(sizes) - 1), min_size=1))
+    at = data.draw(st.integers(0, 3))
+    usual = [("abcd"[i], i) for i in range(4)]
+    other = [(name, value + (i == at)) for i, (name, value) in enumerate(usual)]
+    prints = [other if node in wrong else usual for node in node_of]
+    if len(wrong) == len(sizes):
+        with pytest.raises(AssertionError, match="equal"):
+            find_divergence(prints, node_of)
+        return
+    result = find_divergence(prints, node_of)
+    firsts = [node_of.index(node) for node in range(len(sizes))]
+    few = min((wrong, set(range(len(sizes))) - wrong), key=len)
+    assert result.parameter == "abcd"[at]
+    assert result.is_known == (2 * len(few) < len(sizes))
+    named = few if result.is_known else range(len(sizes))
+    assert result.ranks == tuple(firsts[node] for node in sorted(named))
