@@ -224,9 +224,8 @@ class DeltaExchange:
             **asdict(measurements) | {"own_seconds": own_seconds},
             **asdict(rule),
         )
-        if self.channels.plans_follow_links and self._meter.link_changed(
-            flight.sent, measurements.exchange_seconds
-        ):
+        follows, before = self.channels.plans_follow_links, measurements.exchange_seconds
+        if follows and self._meter.link_changed(flight.sent, before):
             self._plan_again(flight)
         return measurements
 
@@ -237,8 +236,7 @@ class DeltaExchange:
 
         Collective over the node; blocking.
         """
-        begun, waited = time.perf_counter(), self._node.waited_seconds
-        sent = flight.sent
+        begun, waited, sent = time.perf_counter(), self._node.waited_seconds, flight.sent
         rows = self._small_rows if flight.small else self._rows_of(sent.fragment)
         rule = self.rules.merge(waited=batch - sent.batch, keeps=sent.keeps, settles=settles)
         applies = not self._meter.local.written  # else the mean is of parameters that were dropped
