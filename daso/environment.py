@@ -206,13 +206,14 @@ def restarts(env: Mapping[str, str] | None = None) -> int:
     return sum(int(text) for text in texts if text.isdecimal())
 
 
-def job_names(env: Mapping[str, str] | None = None, *, restarted: bool = False) -> set[str]:
-    """Return the job's ids in its launchers, which stay the same across restarts.
+def restarts_left(env: Mapping[str, str] | None = None) -> int:
+    """Return how often `daso submit` would still restart the job; 0 in other jobs."""
+    limit = (os.environ if env is None else env).get("DASO_MAX_RESTARTS", "")
+    return max(0, int(limit) - restarts(env)) if limit.isdecimal() else 0
 
-    Args:
-        env: The process's own if None.
-        restarted: Only launchers that have restarted it.
-    """
+
+def job_names(env: Mapping[str, str] | None = None, *, restarted: bool = False) -> set[str]:
+    """Return the job's ids, equal across restarts, in launchers (that have restarted it)."""
     env = os.environ if env is None else env
     # torchrun's default id is the same for every job, so its agent's process id is added.
     unnamed = {"TORCHELASTIC_RUN_ID=none": f" on {os.uname().nodename} by {os.getppid()}"}

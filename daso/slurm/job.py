@@ -47,7 +47,9 @@ class Job:
     name: str = _option("daso", "name of the job; default: that of the program")
     nodes: int = _option(1, "number of nodes", "N")
     tasks_per_node: int = _option(1, "ranks on each node", "N")
-    cpus_per_task: int = _option(1, "CPUs, and threads, of each rank", "N")
+    cpus_per_task: int = _option(
+        1, "CPUs, and threads, of each rank; default: those of a node, shared by its ranks", "N"
+    )
     gpus_per_node: int = _option(0, "GPUs of each node", "N")
     gpu_bind: str = _option("none", "which GPUs a rank sees: none (all of its node), closest, ...")
     gpu_request: str = _option("gpus-per-node", "how GPUs are asked for: gpus-per-node or gres")
@@ -102,7 +104,8 @@ class Job:
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 raise ConfigError(
-                    f"{flag(name)} must be words of a shell, not {getattr(self, name)!r}: {error}"
+                    f"{flag(name)} must be words of a shell, not {getattr(self, name)!r}: {error}; "
+                    f"quote it for a shell"
                 ) from error
 
     def _check_time(self) -> None:

@@ -65,9 +65,13 @@ def _read(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{what} must be readable, but {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"{what} must be readable, but {path}: {error.strerror}; mend its path"
+        ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} must be text in UTF-8, but {path}: {error}") from error
+        raise ConfigError(
+            f"{what} must be text in UTF-8, but {path}: {error}; save it so"
+        ) from error
 
 
 def parse_site(name: str, text: str, where: str) -> Site:
@@ -75,7 +79,9 @@ def parse_site(name: str, text: str, where: str) -> Site:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"a site profile must be TOML, but {where}: {error}") from error
+        raise ConfigError(
+            f"a site profile must be TOML, but {where}: {error}; mend that line"
+        ) from error
     launcher = values.pop("launcher", "auto")
     client = _pairs(values.pop("client", {}), "client", where)
     environment = _pairs(values.pop("environment", {}), "environment", where)

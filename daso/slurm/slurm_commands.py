@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from daso.environment import for_sbatch, merged
@@ -92,16 +93,51 @@ def offered(client: Mapping[str, str]) -> tuple[str, ...]:
     return read_offered(text) if run.returncode == 0 else ()
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Nodes of one size in a partition, as sinfo lists them."""
+
+    cpus: int
+    count: int
+    gpus: int
+
+    def share(self, gpus: int) -> int:
+        """Return the CPUs of a node that come with a number of its GPUs."""
+        return self.cpus * min(gpus, self.gpus) // self.gpus if gpus and self.gpus else self.cpus
+
+
+def _rows(job: Job, nodes: str, *, routed: bool = False) -> list[Row]:
+    """Return the nodes of a job's partitions; of all partitions if a site may route the job."""
+    partitions, rows = job.partition.split(","), list[Row]()
+    for line in nodes.splitlines():
+        name, cpus, count, gres = (*line.split("|", 3), "", "", "")[:4]
+        fits = name.rstrip("*") in partitions if job.partition else routed or name.endswith("*")
+        if fits and cpus.isdecimal() and count.isdecimal():  # not 32+, a group of several sizes
+            gpus = sum(int(number) for number in re.findall(r"gpu:(?:[^:,(]+:)?(\d+)", gres))
+            rows.append(Row(int(cpus), int(count), gpus))
+    return rows
+
+
+def cpus_of_a_rank(job: Job, nodes: str, *, routed: bool) -> tuple[int, str] | None:
+    """Return a rank's share of the smallest node's CPUs, and the reason; None if unknown.
+
+    A job that takes some of a node's GPUs gets the same part of its CPUs.
+    """
+    rows = _rows(job, nodes, routed=routed)
+    gpus = job.gpus_per_node
+    rows = [row for row in rows if gpus and row.gpus >= gpus] or rows
+    if not rows:
+        return None
+    shares = {row: row.share(gpus) for row in rows}
+    row = min(rows, key=lambda row: (shares[row], row.cpus))
+    kind = "the smallest node" if len(set(shares.values())) > 1 else "a node"
+    part = f", and the job takes {gpus} of its {row.gpus} GPUs" if shares[row] < row.cpus else ""
+    return max(1, shares[row] // job.tasks_per_node), f"{kind} has {row.cpus}{part}"
+
+
 def too_big(job: Job, nodes: str) -> str | None:
     """Return the reason why a job cannot fit into its partition, or None if it can."""
-    rows = [line.split("|") for line in nodes.splitlines() if line.count("|") == 2]
-    partitions = job.partition.split(",") if job.partition else [""]
-    sizes_here = [
-        (int(cpus), int(count))
-        for name, cpus, count in rows
-        if cpus.isdecimal()  # not 32+, which groups nodes of several sizes
-        and (name.rstrip("*") in partitions if job.partition else name.endswith("*"))
-    ]
+    sizes_here = [(row.cpus, row.count) for row in _rows(job, nodes)]
     need = job.tasks_per_node * job.cpus_per_task
     fit = sum(count for cpus, count in sizes_here if cpus >= need)
     if not sizes_here or fit >= job.nodes or "--overcommit" in " ".join(job.extra):

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, get_type_hints
@@ -19,8 +19,11 @@ from daso.slurm.job import LOGS, Job, flag, name_of, options, render
 from daso.slurm.launcher import CHOICES, Launcher, choose
 from daso.slurm.sites import Site, known_sites, read_site, read_template
 from daso.slurm.slurm_commands import (
+    NoAnswerError,
     ask,
+    cpus_of_a_rank,
     explain,
+    has_settings,
     is_there,
     library_of,
     offered,
@@ -68,6 +71,8 @@ PATHS = ("logs", "python", "container")
 ELSEWHERE = re.compile(r"(?:^|\s)(?:--partition|--clusters?|-p|-M)")
 # Options by which a site may choose a partition for jobs without one.
 ROUTED = re.compile(r"(?:^|\s)(?:--(?:qos|constraint|account|gres|gpus)|-[qCAG])")
+# Options that set the CPUs of a rank.
+CPUS = re.compile(r"(?:^|\s)(?:--cpus-per-(?:task|gpu)|-c)")
 FLAGS = ("--dry-run", "--help", "-h")  # options without a value, besides the boolean ones
 
 
@@ -122,6 +127,11 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
     site = read_site(chosen.site)
     template, name = read_template(chosen.template)
     job = _job(vars(chosen), site, tuple(program))
+    cpus = _requested_cpus(job, chosen.cpus_per_task or site.defaults.get("cpus_per_task"))
+    nodes = "" if chosen.dry_run and cpus else _nodes(site, dry_run=chosen.dry_run)
+    if cpus is None:
+        job, cpus = _with_cpus(job, nodes)
+    summary = f"{job.size}, {job.launcher}: {job.launcher.why}; CPUs of each rank: {cpus}"
     text = render(job, template, name=name)
     if job.ignored:
         print(
@@ -132,16 +142,16 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
     if chosen.dry_run:
         # SLURM does not create the folder of logs, and a job without it ends silently.
         needs = "" if job.folder.is_dir() else f"; before: mkdir -p {shlex.quote(str(job.folder))}"
-        print(f"daso: {job.size}, {job.launcher}: {job.launcher.why}{needs}", file=sys.stderr)
+        print(f"daso: {summary}{needs}", file=sys.stderr)
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         sys.stdout.buffer.flush()
         return 0
     require("sbatch")
-    _check_size(job, site)
+    _check_size(job, nodes)
     folder = _folder(job)
     number, cluster = _sbatch(job, text, site)
-    print(f"submitted job {number} ({job.size}, {job.launcher}: {job.launcher.why})", flush=True)
+    print(f"submitted job {number} ({summary})", flush=True)
     try:
         client = dict(site.unexpanded) | ({"SLURM_CLUSTERS": cluster} if cluster else {})
         record = _write_record(
@@ -234,23 +244,59 @@ def _launcher(values: Mapping[str, Any], kind: str, client: Mapping[str, str]) -
     return choose(version_text, offered(client), kind)
 
 
-def _check_size(job: Job, site: Site) -> None:
+def _nodes(site: Site, *, dry_run: bool) -> str:
+    """Return sinfo's rows of partition, CPUs, number and GPUs of nodes; empty without them."""
+    if not is_there("sinfo") or (dry_run and not has_settings(site.client)):
+        return ""
+    # Without --noconvert, 1536 nodes become 1.50K; without --exact, nodes of 32 and 64 CPUs 32+.
+    words = ["sinfo", "--noconvert", "--exact", "-h", "-o", "%P|%c|%D|%G"]
+    try:
+        sinfo = ask(words, client=site.client)
+    except NoAnswerError:
+        if dry_run:
+            return ""
+        raise
+    return _text(sinfo.stdout) if sinfo.returncode == 0 else ""
+
+
+def _requested_cpus(job: Job, number: int | None) -> str | None:
+    """Return the requested CPUs of each rank in words, or None without a request."""
+    if any(CPUS.search(words) for words in job.extra):
+        return "as --extra requests"
+    return None if number is None else f"{number}, as requested"
+
+
+def _with_cpus(job: Job, nodes: str) -> tuple[Job, str]:
+    """Return the job with a share of a node's CPUs for each rank, and the share in words."""
+    share = None if _is_elsewhere(job) else cpus_of_a_rank(job, nodes, routed=_is_routed(job))
+    if share is None:
+        return job, "1, because sinfo does not list the nodes; --cpus-per-task sets more"
+    cpus, reason = share
+    why = f"{cpus}, because {reason}; --cpus-per-task sets another number"
+    return replace(job, cpus_per_task=cpus), why
+
+
+def _is_elsewhere(job: Job) -> bool:
+    """Return whether something besides --partition selects where a job runs."""
+    is_placed = is_placed_by_sbatch(partition=bool(job.partition))
+    return is_placed or any(ELSEWHERE.search(words) for words in job.extra)
+
+
+def _is_routed(job: Job) -> bool:
+    """Return whether a site may choose another partition than the default one."""
+    if job.partition:
+        return False
+    routes = bool(job.gpus_per_node or job.qos or job.constraint or job.account)
+    return routes or any(ROUTED.search(words) for words in job.extra)
+
+
+def _check_size(job: Job, nodes: str) -> None:
     """Raise `ConfigError` for a job too large for its partition, which would wait forever.
 
     Without a named partition, it checks the default one, unless something else may route the job.
     `sbatch --test-only` would also refuse jobs that wait for a broken node.
     """
-    elsewhere = any(ELSEWHERE.search(words) for words in job.extra)
-    elsewhere = elsewhere or is_placed_by_sbatch(partition=bool(job.partition))
-    if not job.partition:
-        is_routed = bool(job.gpus_per_node or job.qos or job.constraint or job.account)
-        elsewhere = elsewhere or is_routed or any(ROUTED.search(words) for words in job.extra)
-    if elsewhere or not is_there("sinfo"):
-        return
-    # Without --noconvert, 1536 nodes become 1.50K; without --exact, nodes of 32 and 64 CPUs 32+.
-    words = ["sinfo", "--noconvert", "--exact", "-h", "-o", "%P|%c|%D"]
-    sinfo = ask(words, client=site.client)
-    problem = too_big(job, _text(sinfo.stdout)) if sinfo.returncode == 0 else None
+    problem = None if _is_elsewhere(job) or _is_routed(job) else too_big(job, nodes)
     if problem is not None:
         raise ConfigError(problem)
 

@@ -120,9 +120,12 @@ def stop_at(step: int, job: subprocess.Popen[str], folder: Path) -> str:
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(runs, tmp_path, by) -> None:
     words = [*RANKS, *COMMON, f"--runs={tmp_path}"]
     folder = tmp_path / "asked"
-    job = start(*words, "--name=asked", env={"SLURM_JOB_ID": "7"})
+    queued = {"DASO_MAX_RESTARTS": "3", "SLURM_RESTART_COUNT": "1"} if by == "SLURM" else {}
+    job = start(*words, "--name=asked", env={"SLURM_JOB_ID": "7", **queued})
     said = stop_at(22, job, folder)
     assert "asked to end, and saved" in said
+    assert ("continue with --resume" in said) == (not queued)
+    assert ("the job is queued again and continues by itself" in said) == bool(queued)
     (stopped,) = events(folder, "stopped")
     assert (stopped["signal"], saved(folder)) == ("SIGUSR1", [stopped["step"]])
     assert not (folder / "summary.json").exists()

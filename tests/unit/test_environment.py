@@ -20,6 +20,7 @@ from daso.environment import (
     promises,
     read_launch,
     restarts,
+    restarts_left,
     slurm_job,
 )
 from daso.errors import ConfigError, TopologyError
@@ -275,6 +276,22 @@ def test_a_job_and_its_restarts():
     assert restarts({"SLURM_RESTART_COUNT": "many"}) == 0
     assert restarts({"DASO_RESTARTS": "2"}) == 2
     assert restarts({"TORCHELASTIC_RESTART_COUNT": "1"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "left"),
+    [
+        ({}, 0),
+        ({"SLURM_RESTART_COUNT": "1"}, 0),  # a batch script that does not queue it again
+        ({"DASO_MAX_RESTARTS": "3"}, 3),
+        ({"DASO_MAX_RESTARTS": "3", "SLURM_RESTART_COUNT": "2"}, 1),
+        ({"DASO_MAX_RESTARTS": "3", "SLURM_RESTART_COUNT": "3"}, 0),
+        ({"DASO_MAX_RESTARTS": "3", "SLURM_RESTART_COUNT": "4"}, 0),
+        ({"DASO_MAX_RESTARTS": "0"}, 0),
+    ],
+)
+def test_restarts_that_a_job_has_left(env, left):
+    assert restarts_left(env) == left
 
 
 def test_a_job_that_is_started_again_has_the_same_names():

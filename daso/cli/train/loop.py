@@ -22,7 +22,7 @@ from daso.comm.control import gather
 from daso.comm.topology import Regrouped, Topology
 from daso.comm.world import init
 from daso.data import ShardedSampler
-from daso.environment import job_names, restarts, slurm_job
+from daso.environment import job_names, restarts, restarts_left, slurm_job
 from daso.errors import ConfigError, DasoError, DataError
 from daso.timeline.recording import Recording
 from daso.train.optimizer import DASO
@@ -302,7 +302,9 @@ def _leave(
     saver.finish()
     if folder is not None:
         folder.event("stopped", step=point.step, signal=number.name)
-        progress.line(f"{number.name}: saved at step {point.step}; continue with --resume")
+        continues = "the job is queued again and continues by itself"
+        then = continues if restarts_left() else "continue with --resume"
+        progress.line(f"{number.name}: saved at step {point.step}; {then}")
     raise Stopped
 
 

@@ -331,6 +331,54 @@ def test_the_default_partition_says_nothing_of_jobs_that_go_elsewhere(
     assert "submitted job 7" in capsys.readouterr().out
 
 
+MIXED = "m*|64|9|(null)\nm*|32|1|(null)\nbig|128|8|(null)\ngpu|96|4|gpu:a100:8(S:0-1)\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "cpus", "reason"),
+    [
+        ([], "m*|64|10|(null)", 64, "64, because a node has 64; --cpus-per-task sets another"),
+        (["--tasks-per-node=4"], "m*|64|10|(null)", 16, "16, because a node has 64;"),
+        (["--tasks-per-node=3"], "m*|64|10|(null)", 21, "21, because a node has 64;"),
+        ([], MIXED, 32, "32, because the smallest node has 32;"),
+        (["--partition=big"], MIXED, 128, "128, because a node has 128;"),
+        (["--account=me"], MIXED, 32, "32, because the smallest node has 32;"),
+        (["--gpus-per-node=8", "-n8"], MIXED, 12, "12, because a node has 96;"),
+        (["-G2", "-n2"], MIXED, 12, "because a node has 96, and the job takes 2 of its 8 GPUs"),
+        (["-G2", "-n2"], "m*|64|10|gpu:4", 16, "and the job takes 2 of its 4 GPUs;"),
+        (["--tasks-per-node=99", "--extra=--overcommit"], MIXED, 1, "1, because the smallest"),
+        (["--cpus-per-task=3"], MIXED, 3, "3, as requested"),
+        (["--site=three.toml"], MIXED, 3, "3, as requested"),
+        (["--extra=-c 5"], MIXED, 1, "as --extra requests"),
+        (["--extra=--partition=big"], MIXED, 1, "1, because sinfo does not list the nodes"),
+        (["--partition=nosuch"], MIXED, 1, "1, because sinfo does not list the nodes"),
+        ([], "m*|32+|10|(null)", 1, "1, because sinfo does not list the nodes"),
+    ],
+)
+def test_a_rank_gets_its_share_of_the_cpus_of_a_node(capfd, tmp_path, words, rows, cpus, reason):
+    commands(tmp_path, sbatch="/usr/bin/cat >script; echo 7", sinfo=f"echo '{rows}'")
+    Path("three.toml").write_text("cpus_per_task = 3\n")
+    assert main(["submit", "--launcher=pmi2", *words, "train.py"]) == 0
+    (summary,) = re.findall(r"CPUs of each rank: (.*)\)$", capfd.readouterr().out, re.MULTILINE)
+    assert reason in summary
+    assert f"--cpus-per-task={cpus}" in directives(Path("script").read_text())
+
+
+@pytest.mark.parametrize("sinfo", ["exit 1", None])
+def test_without_sinfo_a_rank_gets_one_cpu(capfdbinary, tmp_path, sinfo):
+    commands(tmp_path, **({"sinfo": sinfo} if sinfo else {}))
+    text, err = dry(capfdbinary, "--launcher=pmi2", "train.py")
+    assert "--cpus-per-task=1" in directives(text)
+    assert "CPUs of each rank: 1, because sinfo does not list the nodes; --cpus-per" in err
+
+
+def test_a_dry_run_asks_for_the_cpus_that_the_job_will_ask_for(capfdbinary, tmp_path):
+    commands(tmp_path, sinfo="echo 'm*|64|9|(null)'")
+    text, err = dry(capfdbinary, "--launcher=pmi2", "--tasks-per-node=2", "train.py")
+    assert "--cpus-per-task=32" in directives(text)
+    assert "CPUs of each rank: 32, because a node has 64" in err
+
+
 def test_what_sbatch_says_beside_the_number_is_kept_apart_from_it(capsys, tmp_path):
     commands(tmp_path, sbatch='echo "Welcome to the site"; echo "12;gpu"; echo "moved" >&2')
     assert main(["submit", "--launcher=pmi2", "train.py"]) == 0
