@@ -130,7 +130,9 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
 def _add_server(parser: argparse.ArgumentParser) -> None:
     add_links(parser, "1gbit")
     parser.add_argument("--nodes", default="4", help="hosts, separated by commas (4)")
-    parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
+    words = "text: a GPT with AdamW, the last rank's core shared with --slow less one busy programs"
+    kinds = ("fashion", "digits", "text")
+    parser.add_argument("--data", choices=kinds, default="fashion", help=words)
     parser.add_argument("--slow", default="", help="times the last rank takes (3,1.5,1; quick 3)")
     parser.add_argument("--only", action="append", help="a contender beside DDP, gloo; several")
     parser.add_argument("--seeds", type=at_least_one, help="trainings of each (3; quick 1)")

@@ -178,13 +178,17 @@ def _push(chosen: argparse.Namespace) -> Measured:
 def _server(chosen: argparse.Namespace) -> Measured:
     from benchmarks import server
     from benchmarks.contenders import SERVERS
+    from benchmarks.time_to_accuracy import TEXT
 
     links, nodes, quick = options.links(chosen), options.nodes(chosen.nodes), chosen.quick
     chosen.seeds = chosen.seeds or (1 if quick else 3)
     chosen.epochs = chosen.epochs or (1 if quick else 3)
     options.named(chosen.only or (), SERVERS)
     names = tuple(dict.fromkeys([DDP, *(chosen.only or SERVERS)]))
-    slow = options.numbers("slow", chosen.slow or ("3" if quick else "3,1.5,1"))
+    if chosen.data == TEXT:  # in processes
+        slow = [float(count) for count in options.counts("slow", chosen.slow or "3")]
+    else:
+        slow = options.numbers("slow", chosen.slow or ("3" if quick else "3,1.5,1"))
     seconds = chosen.seconds or (12 if quick else 16)
     accurate = (DDP, *server.GAPS.values())
     for place, rates in options.places(chosen, links, max(nodes)):

@@ -1,13 +1,15 @@
 """Time to a loss where one rank is slower than the others: all in step, or nobody waiting.
 
 Layers take a known time and no core, so that four hosts fit on a machine with two; the last rank's
-take some times as long. What is tested are copies of world rank 0's model from the midst of a
+take some times as long. A GPT computes instead, and the last rank's core is shared with processes
+that are always busy. What is tested are copies of world rank 0's model from the midst of a
 training, after it is over: nothing stands still for a test.
 """
 
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any
@@ -17,18 +19,19 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.contenders import SERVERS, UNBOUNDED
-from benchmarks.time_to_accuracy import samples_of, warmed_cosine
-from benchmarks.timed_models import Paced
+from benchmarks.time_to_accuracy import CONTEXT, TEXT, samples_of, warmed_cosine
+from benchmarks.timed_models import Paced, shared_core
 from daso.cli.bench.baselines import Contender
 from daso.cli.bench.models import Batch, Case, loss_of, score
 from daso.cli.bench.names import DDP
 from daso.comm.process_group import join_process_group
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler
+from daso.examples.transformer import ByteTransformer
 
 __all__ = ["GAPS", "Plan", "figures", "measure", "ratio_to", "table"]
 
-BATCH = 64  # samples of a rank
+BATCH, TEXT_BATCH = 64, 8  # samples of a rank
 TESTS = 2000  # samples on which the loss is measured
 WIDTH, LAYERS = 512, 2
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.008, 0.012  # of a layer, and no core
@@ -41,10 +44,10 @@ class Plan:
     """What is measured.
 
     Args:
-        data: "fashion", or "digits" (few and easy, for trying).
+        data: "fashion", "digits" (few and easy, for trying), or "text": a GPT with AdamW.
         names: Of contenders; DDP's is the first.
         slow: How many times as long the last rank's layers take; 0: layers take no time of their
-            own.
+            own. Of text: processes on the last rank's core, itself included; 0: as 1.
         seeds: Trainings of each, with seeds from 0.
         seconds: Of a training that is to reach a loss.
         epochs: Of a training for accuracy; 0: it is one for a loss.
@@ -67,9 +70,16 @@ class Plan:
     momentum: float
     link: str
 
+    @property
+    def batch(self) -> int:
+        """Return the samples of a rank."""
+        return TEXT_BATCH if self.data == TEXT else BATCH
 
-def _model(slow: float) -> nn.Module:
-    """Return a perceptron for images of 28 x 28 pixels, whose layers take their time."""
+
+def _model(data: str, slow: float) -> nn.Module:
+    """Return a perceptron for 28 x 28 pixels, whose layers take their time; for text a GPT."""
+    if data == TEXT:
+        return ByteTransformer(context=CONTEXT, width=128, layers=4, heads=4)
     layers: list[nn.Module] = [nn.Flatten()]
     width = 28 * 28
     for _ in range(LAYERS):
@@ -83,12 +93,16 @@ def _model(slow: float) -> nn.Module:
 def _case(plan: Plan, slow: float, seed: int) -> Case:
     def build() -> nn.Module:
         torch.manual_seed(seed)
-        return _model(slow)
+        return _model(plan.data, slow)
 
     def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=plan.lr, momentum=plan.momentum)
 
-    return Case(build, BATCH, text=False, optimizer=sgd)
+    def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=plan.lr)
+
+    is_text = plan.data == TEXT
+    return Case(build, plan.batch, text=is_text, optimizer=adamw if is_text else sgd)
 
 
 # --- on the ranks --------------------------------------------------------------------------------
@@ -106,12 +120,15 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     join_process_group(topology, "gloo")
     samples, tests = (samples_of(plan.data, train=train) for train in (True, False))
     rows: list[dict[str, Any]] = [{"name": name, "courses": []} for name in plan.names]
-    for seed in range(plan.seeds):
-        for row in rows:
-            course = _epochs if plan.epochs else _course
-            row["courses"].append(course(plan, row["name"], seed, samples, tests, topology))
+    is_last = topology.rank == topology.world_size - 1
+    busy = max(0, round(plan.slow) - 1) if is_last else 0
+    with shared_core(topology.rank, busy) if plan.data == TEXT else nullcontext():
+        for seed in range(plan.seeds):
+            for row in rows:
+                course = _epochs if plan.epochs else _course
+                row["courses"].append(course(plan, row["name"], seed, samples, tests, topology))
     dist.destroy_process_group()
-    numel = sum(p.numel() for p in _model(0).parameters())
+    numel = sum(p.numel() for p in _model(plan.data, 0).parameters())
     sizes = list(topology.node_sizes)
     return {"plan": asdict(plan), "parameters": numel, "nodes": sizes, "rows": rows}
 
@@ -123,11 +140,11 @@ def _contender(plan: Plan, name: str, seed: int, topology: Topology) -> Contende
     return SERVERS[name](_case(plan, slow, seed), topology)
 
 
-def _batches(samples: Batch, rank: int, seed: int) -> Iterator[Batch]:
+def _batches(samples: Batch, batch: int, rank: int, seed: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     images, labels = samples
     while True:
-        chosen = torch.randint(len(images), (BATCH,), generator=generator)
+        chosen = torch.randint(len(images), (batch,), generator=generator)
         yield images[chosen], labels[chosen]
 
 
@@ -137,7 +154,7 @@ def _course(
     """Train for some seconds, then test the copies."""
     world, rank_info = topology.world_comm, topology.rank_info
     contender = _contender(plan, name, seed, topology)
-    batches = _batches(samples, rank_info.rank, seed)
+    batches = _batches(samples, plan.batch, rank_info.rank, seed)
     free = _is_free(name)
     world.Barrier()
     start, steps = time.perf_counter(), 0
@@ -159,7 +176,7 @@ def _course(
     length = seconds()
     contender.finish()
     contender.close()
-    losses = _test(copies, tests) if rank_info.rank == 0 else []
+    losses = _test(plan.data, copies, tests) if rank_info.rank == 0 else []
     losses = world.bcast(losses)
     report = dict(contender.report())
     return {
@@ -178,10 +195,10 @@ REPORTED = ("exposed_seconds", "push_every", "updates", "bytes_sent", "gradient_
 
 @torch.no_grad()
 def _test(
-    copies: Sequence[tuple[float, int, Mapping[str, torch.Tensor]]], tests: Batch
+    data: str, copies: Sequence[tuple[float, int, Mapping[str, torch.Tensor]]], tests: Batch
 ) -> list[float]:
     """Return the loss of copies of a model; pauses are left out."""
-    bare = _model(0)
+    bare = _model(data, 0)
     losses = []
     for *_, weights in copies:
         # Layers that only take time hold one number that says nothing.
@@ -201,7 +218,11 @@ def _epochs(
     rank_info = topology.rank_info
     contender = _contender(plan, name, seed, topology)
     sampler = ShardedSampler(
-        len(samples[0]), rank=rank_info.rank, size=rank_info.world_size, batch_size=BATCH, seed=seed
+        len(samples[0]),
+        rank=rank_info.rank,
+        size=rank_info.world_size,
+        batch_size=plan.batch,
+        seed=seed,
     )
     total, steps = plan.epochs * len(sampler), 0
     if plan.slow and _is_free(name):
@@ -308,11 +329,12 @@ def _text(value: float | None, digits: int) -> str:
 
 def _head(found: Mapping[str, Any]) -> str:
     plan = found["plan"]
-    what = f"{plan['data']}, perceptron of {found['parameters'] / 1e6:.2f} M parameters"
-    where = (
-        f"{len(found['nodes'])} nodes, link {plan['link']}, batch {BATCH}, SGD at {plan['lr']:g} "
-        f"with momentum {plan['momentum']:g}"
-    )
+    is_text = plan["data"] == TEXT
+    kind = "GPT" if is_text else "perceptron"
+    what = f"{plan['data']}, {kind} of {found['parameters'] / 1e6:.2f} M parameters"
+    sgd = f"batch {BATCH}, SGD at {plan['lr']:g} with momentum {plan['momentum']:g}"
+    adamw = f"batch {TEXT_BATCH}, AdamW at {plan['lr']:g}"
+    where = f"{len(found['nodes'])} nodes, link {plan['link']}, {adamw if is_text else sgd}"
     if plan["epochs"] and not plan["slow"]:
         return f"{what}, {where}, {plan['epochs']:g} epochs, mean of {plan['seeds']} seeds"
     pause = 1e3 * LAYERS * (FORWARD_SECONDS + BACKWARD_SECONDS)
@@ -321,17 +343,20 @@ def _head(found: Mapping[str, Any]) -> str:
         if plan["epochs"]
         else f"loss {plan['loss']:g} on {TESTS} test samples at most"
     )
-    return (
-        f"{what}, layers that take {pause:.0f} ms and no core beside computing, on the last rank "
-        f"{plan['slow']:g} times as long, {where}, {wanted}, mean of {plan['seeds']} seeds"
+    slow = (
+        f"one core a rank, the last one's for {plan['slow']:g} processes that are always busy"
+        if is_text
+        else f"layers that take {pause:.0f} ms and no core beside computing, on the last rank "
+        f"{plan['slow']:g} times as long"
     )
+    return f"{what}, {slow}, {where}, {wanted}, mean of {plan['seeds']} seeds"
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the figures, named as everywhere; a loss never reached has none."""
     plan = found["plan"]
     courses = {row["name"]: row["courses"] for row in found["rows"]}
-    suffix = "_momentum" if plan["momentum"] else ""
+    suffix = "_momentum" if plan["momentum"] else "_gpt" if plan["data"] == TEXT else ""
     if plan["epochs"]:
         if plan["slow"]:
             suffix = f"_slow{plan['slow']:g}".replace(".", "_") + suffix

@@ -1,6 +1,11 @@
-"""Models whose layers take a known time and no core: what a device leaves to its host."""
+"""Models whose layers take a known time and no core, as on a device; and cores that are busy."""
 
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,7 +13,7 @@ from torch import nn
 
 from daso.cli.bench.models import Case
 
-__all__ = ["CASES", "EVEN", "Pace", "Paced", "paced"]
+__all__ = ["CASES", "EVEN", "Pace", "Paced", "paced", "shared_core"]
 
 Pace = tuple[int, float, float]  # numbers in the weight, seconds of forward, of backward
 CELLS, CLASSES = 14 * 14, 10
@@ -70,3 +75,20 @@ CASES = {
     "device-early": Case(lambda: paced(*EARLY), 64, text=False, optimizer=_plain),
     "device-even": Case(lambda: paced(*EVEN), 64, text=False, optimizer=_plain),
 }
+
+
+# Ends by itself if the process that started it is killed.
+BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
+
+
+@contextmanager
+def shared_core(number: int, busy: int) -> Iterator[None]:
+    """Run this process and as many busy ones on one core of the machine."""
+    os.sched_setaffinity(0, {number % (os.cpu_count() or 1)})
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
