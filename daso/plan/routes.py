@@ -57,7 +57,7 @@ def _usual(rounds: Sequence[Rates]) -> Rates:
     ranks = range(len(rounds[0]))
     medians = [[median(rates[a][b] for rates in rounds) for b in ranks] for a in ranks]
     left = sorted((medians[a][b] for a in ranks for b in ranks if a != b), reverse=True)
-    level = {}
+    level: dict[float, float] = {}
     while left:
         equal = [rate for rate in left if rate * SAME_RATE >= left[0]]
         level |= dict.fromkeys(equal, median(equal))

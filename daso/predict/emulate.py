@@ -19,7 +19,15 @@ from daso.errors import ConfigError
 from daso.predict.copy_sweep import MOST_OFF, CopyDelay
 from daso.predict.measure import link_is_off_by, world_of_launch
 from daso.predict.throttle_plan import LABELS, NOTHING, ThrottlePlan, without
-from daso.predict.throttles import ComputePadding, DiskDelay, DiskRates, MemoryHog
+from daso.predict.throttles import (
+    MOST_MEMORY_OFF,
+    DiskDelay,
+    DiskRates,
+    MemoryRates,
+    OperationPadding,
+)
+
+LEAST_USE = 0.01  # of the steps' time, in which slowed parts are used: below, none was slowed
 
 
 class StepTimes:
@@ -32,13 +40,15 @@ class StepTimes:
         self.plan = plan
         self.seconds: list[float] = []  # of steps, in order
         self.left_out: list[str] = []  # sentences on parts that cannot be slowed down
-        self.padding: ComputePadding | None = None
+        self.padding: OperationPadding | None = None
         self.disk: DiskDelay | None = None
-        self.effects: dict[str, Callable[[], bool]] = {}  # by throttle: whether it slowed anything
+        # By throttle: seconds so far in which the program used the slowed part.
+        self.used: dict[str, Callable[[], float]] = {}
         self._factor, self._thread = plan.compute_factor, 0
         self._optimizer: int | None = None  # id of the optimizer whose steps count, once known
         self._of_daso = self._settled = False
         self._ended = self._own = 0.0  # end of the last step, and seconds computed until then
+        self._used_before = 0.0  # seconds of use before the steps that count
 
     def __enter__(self) -> "StepTimes":
         """Start recording the steps of this thread."""
@@ -53,14 +63,29 @@ class StepTimes:
         trace.watch(None)
 
     @property
+    def use(self) -> float:
+        """Return the share of the steps' time in which the program used the slowed parts."""
+        total = sum(self.seconds)
+        return (self._used_seconds() - self._used_before) / total if total else 0.0
+
+    @property
     def is_slowed(self) -> bool:
-        """Return whether any throttle has slowed the program."""
-        return any(has_effect() for has_effect in self.effects.values())
+        """Return whether the program used the slowed parts for 1 % of the steps' time."""
+        return self.use >= LEAST_USE
+
+    def _used_seconds(self) -> float:
+        return sum(seconds() for seconds in self.used.values())
 
     def padded_seconds(self) -> float:
-        """Return the seconds added inside steps; their code then stretches the steps itself."""
+        """Return the seconds added inside steps; their code then stretches the steps itself.
+
+        A pause for memory is neither computing nor added to it. Of each second of it, 1 / factor
+        is left out here: then a stretch by the factor adds nothing for it.
+        """
         self._settled = True
-        return 0.0 if self.padding is None else self.padding.seconds
+        if self.padding is None:
+            return 0.0
+        return self.padding.seconds - self.padding.memory_seconds / self._factor
 
     def _after_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._of_daso or threading.get_ident() != self._thread:
@@ -87,26 +112,29 @@ class StepTimes:
         now = time.perf_counter()
         if self._ended:
             self.seconds.append(now - self._ended)
+        else:
+            self._used_before = self._used_seconds()
         self._ended = now
 
     def _own_seconds(self) -> float:
         """Return this thread's computing time so far that no padding covers."""
-        if self.padding is None:
-            # A device also computes while its thread waits.
-            return time.perf_counter() if torch.cuda.is_available() else time.thread_time()
         padding = self.padding
+        if torch.cuda.is_available():  # a device also computes while its thread waits
+            return time.perf_counter() - (0.0 if padding is None else padding.slept)
+        if padding is None:
+            return time.thread_time()
         return time.thread_time() - padding.in_operations - (padding.seconds - padding.slept)
 
 
 class _WatchedLink(LinkModel):
-    """An emulated link that records whether it was used."""
+    """An emulated link that records the seconds of its use."""
 
-    used = False
+    used = 0.0
 
     def seconds(self, nbytes: int, messages: int = 1) -> float:
         """Return the minimum seconds that the link is occupied."""
         seconds = super().seconds(nbytes, messages)
-        self.used = self.used or seconds > 0
+        self.used += seconds
         return seconds
 
 
@@ -116,16 +144,17 @@ def simulate_target(plan: ThrottlePlan, topology: Topology | None = None) -> Ite
 
     Each part in the plan is limited to its rate, and each throttle is tested first: the link
     between nodes, for `daso.DASO` with any reducer and `ParameterServer`; computing, by pauses
-    after operations on the CPU and at the end of steps; memory, by a copying thread; copies to a
-    device, by additional bytes; the disk, by pauses after steps. Pass the recorded step times to
-    `daso.predict.estimate`.
+    after operations on the CPU and at the end of steps; memory, by pauses after operations on large
+    tensors; copies to a device, by additional bytes; the disk, by pauses after steps. Pass the
+    recorded step times to `daso.predict.estimate`, if ``is_slowed`` is true.
 
     Args:
         plan: The current machine and the target.
         topology: Topology of the ranks; None: MPI's world.
 
     Yields:
-        The recorded steps; ``seconds`` are their durations.
+        The recorded steps; ``seconds`` are their durations, ``is_slowed`` is whether the program
+        used the slowed parts for 1 % of that time.
 
     Raises:
         ConfigError: The plan has a link but the world has one node, or a throttle is more than 5 %
@@ -183,9 +212,13 @@ def _first_of_any_rank(problem: str, topology: Topology | None) -> str:
 def _leave_out(names: tuple[str, ...], problem: str, steps: StepTimes) -> None:
     """Remove rates that cannot be held from the plan."""
     parts = " and ".join(LABELS[name] for name in names)
-    steps.left_out.append(f"{parts} cannot be slowed down here: {problem}")
+    steps.left_out.append(
+        f"{parts} cannot be slowed down here ({problem}), and an estimate assumes "
+        f"{steps.plan.ratio:.3g} times the rate on the target; let nothing else run here, or "
+        f"correct [current]"
+    )
     for name in names:
-        steps.effects.pop(name, None)
+        steps.used.pop(name, None)
     steps.plan = without(steps.plan, names)
 
 
@@ -216,30 +249,39 @@ def _slow_link(throttles: ExitStack, steps: StepTimes, topology: Topology | None
     if link is None or topology is None:
         return ""
     off = link_is_off_by(link, topology)
-    link.used = False
-    steps.effects["link_bytes_per_second"] = lambda: link.used
+    link.used = 0.0
+    # A rank without a lane sends nothing itself, and waits for those that do.
+    has_lane = topology.rank_info.lane is not None
+    steps.used["link_bytes_per_second"] = lambda: link.used if has_lane else time.perf_counter()
     return _problem("the link", off)
 
 
 def _slow_computing(throttle: ExitStack, steps: StepTimes) -> str:
-    steps.effects["compute"] = lambda: True
+    steps.used["compute"] = time.perf_counter  # all the time
     if torch.cuda.is_available():  # computes concurrently: the end of steps is delayed instead
         return ""
-    steps.padding = throttle.enter_context(ComputePadding(steps.plan.compute_factor))
+    if steps.padding is None:
+        steps.padding = throttle.enter_context(OperationPadding())
+    steps.padding.factor = steps.plan.compute_factor
     return _problem("computing", steps.padding.off())
 
 
 def _slow_memory(throttle: ExitStack, steps: StepTimes) -> str:
-    hog = throttle.enter_context(MemoryHog(steps.plan.rate("memory_bytes_per_second") or 0.0))
-    steps.effects["memory_bytes_per_second"] = lambda: True
-    return _problem("a copy in memory", hog.off(), hog.most_off)
+    name = "memory_bytes_per_second"
+    rates = MemoryRates(getattr(steps.plan.current, name), steps.plan.rate(name) or 1.0)
+    padding = throttle.enter_context(OperationPadding(memory=rates))
+    problem = _problem("a copy in memory", padding.memory_off(), MOST_MEMORY_OFF)
+    if not problem:
+        steps.padding, steps.used[name] = padding, lambda: padding.memory_seconds
+    return problem
 
 
 def _slow_copies(throttle: ExitStack, steps: StepTimes) -> str:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device here whose copies could be slowed down"
     delay = throttle.enter_context(CopyDelay(steps.plan.factor("copy_bytes_per_second")))
-    steps.effects["copy_bytes_per_second"] = lambda: any(delay.bytes)
+    rate = steps.plan.rate("copy_bytes_per_second") or 1.0
+    steps.used["copy_bytes_per_second"] = lambda: sum(delay.bytes) / rate
     return _problem("a copy to the device", delay.off())
 
 
@@ -248,7 +290,7 @@ def _slow_disk(throttle: ExitStack, steps: StepTimes) -> str:
     current = [getattr(plan.current, name) or 1.0 for name in DISK]
     target = [plan.rate(name) or rate for name, rate in zip(DISK, current, strict=True)]
     delay = throttle.enter_context(DiskDelay(DiskRates(*current), DiskRates(*target)))
-    steps.disk, steps.effects[DISK[0]] = delay, lambda: delay.seconds > 0
+    steps.disk, steps.used[DISK[0]] = delay, lambda: delay.seconds
     return _problem("a write", delay.off(Path(tempfile.gettempdir())))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from daso.comm.topology import Topology
 from daso.environment import read_launch
 from daso.errors import ConfigError, DasoError
-from daso.predict.emulate import StepTimes, emulated
+from daso.predict.emulate import LEAST_USE, StepTimes, emulated
 from daso.predict.measure import measure_machine, world_of_launch
 from daso.predict.throttle_plan import (
     LABELS,
@@ -100,8 +100,10 @@ def report(steps: StepTimes) -> str:
     if not steps.is_slowed:
         unused = ", ".join(LABELS[name] for name in plan.slowed)
         return (
-            f"daso: no estimate: nothing was slowed down: the program uses none of the parts that "
-            f"are slower here in proportion to the target ({unused}){left_out}"
+            f"daso: no estimate: nothing was slowed down: the steps use the parts that are slower "
+            f"here in proportion to the target ({unused}) for {steps.use:.1%} of their time, and "
+            f"an estimate needs {LEAST_USE:.0%}; name a part that they use in [target], or start "
+            f"more nodes{left_out}"
         )
     return f"daso: {estimate(plan, steps.seconds)}{left_out}\n- of {count} steps, of world rank 0"
 

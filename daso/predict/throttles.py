@@ -4,9 +4,8 @@ import math
 import os
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,30 +32,41 @@ DISK_TRIES = 3
 COUNTERS = Path("/proc/self/io")  # Linux: bytes written to disks and read from them
 
 PROBE_BYTES = 96 << 20  # of a copy that measures memory: larger than caches
-PRIVATE_BYTES = 64 << 20
-PIECE = 32_000  # elements of 8 bytes per copy: torch splits larger ones over threads
 MEMORY_TRIES = 5
-HALVINGS = 7  # of the search for the bandwidth to take
-LEAST_IDLE_SECONDS = 2e-3
+MOST_MEMORY_OFF = 0.10  # bandwidth varies by 6 % by itself
+LEAST_BYTES = 1 << 20  # of an operation's tensors: smaller ones stay in the caches of a core
+CACHED = 3.0  # times as fast as memory: such an operation ran in caches, or moved nothing
 
 
-class ComputePadding(TorchDispatchMode):
-    """Makes operations of this thread, and of its backwards, take ``factor`` times as long.
+@dataclass(frozen=True, slots=True)
+class MemoryRates:
+    """Bytes per second of a rank's reads and writes, here and on the target in proportion."""
+
+    current: float
+    target: float
+
+
+class OperationPadding(TorchDispatchMode):
+    """Makes operations of this thread, and of its backwards, as slow as on slower parts.
+
+    An operation takes ``factor`` times as long. It also takes no less time than its large tensors
+    need at the target's memory rate, each read or written once.
 
     Pauses are accumulated to some milliseconds and slept, so that other threads get the core, and
     exchanges progress. They include the overhead of intercepting operations, and of a slower core
     after a pause.
     """
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float = 1.0, memory: MemoryRates | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.factor = factor
+        self.factor, self.memory = factor, memory
         self.seconds = self.slept = 0.0  # added so far, and the part slept
         self.in_operations = 0.0  # seconds of the operations themselves
+        self.memory_seconds = 0.0  # of pauses due so far, for memory beyond the factor
         self._owed = 0.0  # seconds of pauses due; below 0: operations took too long
         self._overhead_seconds = self._wake_seconds = 0.0  # per operation; after a pause
 
-    def __enter__(self) -> "ComputePadding":
+    def __enter__(self) -> "OperationPadding":
         """Measure the overhead of intercepting and pausing, and start padding."""
         self._wake_seconds = _wake_seconds()
         self._overhead_seconds = _overhead_seconds()
@@ -77,9 +87,22 @@ class ComputePadding(TorchDispatchMode):
         self.in_operations += elapsed
         self.seconds += self._overhead_seconds
         self._owed += (self.factor - 1) * elapsed - self._overhead_seconds
+        if self.memory is not None:
+            self._owe_memory(self.memory, elapsed, (args, kwargs, result))
         if self._owed > LEAST_SECONDS:
             self._pause()
         return result
+
+    def _owe_memory(self, memory: MemoryRates, elapsed: float, values: Sequence[Any]) -> None:
+        """Add the time by which memory delays an operation more than the factor does."""
+        most = CACHED * memory.current * elapsed
+        if most < LEAST_BYTES:
+            return
+        nbytes = sum(_sizes(values).values())
+        if LEAST_BYTES <= nbytes <= most:
+            seconds = max(0.0, nbytes / memory.target - self.factor * elapsed)
+            self.memory_seconds += seconds
+            self._owed += seconds
 
     def _pause(self) -> None:
         slept = sleep_for(self._owed)
@@ -91,11 +114,24 @@ class ComputePadding(TorchDispatchMode):
 
     def off(self) -> float:
         """Compute, padded; return the minimum relative error of the duration over some tries."""
-        least = math.inf
+        least, memory, self.memory = math.inf, self.memory, None
         for tries in range(MOST_COMPUTE_TRIES):
             least = min(least, self._try(_matrices()))
             if tries >= COMPUTE_TRIES and least < WELL:
                 break
+        self.memory = memory
+        return least
+
+    def memory_off(self) -> float:
+        """Copy, padded; return the minimum relative error of the duration over some tries."""
+        rate, least = 1.0 if self.memory is None else self.memory.target, math.inf
+        source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device="cpu")
+        target = torch.ones_like(source)
+        for _ in range(MEMORY_TRIES):
+            owed, begun = self._owed, time.perf_counter()
+            target.copy_(source)
+            seconds = time.perf_counter() - begun + self._owed - owed
+            least = min(least, seconds * rate / (2 * PROBE_BYTES) - 1)
         return least
 
     def _try(self, matrices: Sequence[torch.Tensor]) -> float:
@@ -105,6 +141,20 @@ class ComputePadding(TorchDispatchMode):
         asleep = time.perf_counter() - begun - (time.thread_time() - busy)
         own, added = self.in_operations - own, self.seconds - self.slept - added
         return (own + added + asleep + self._owed - owed) / (self.factor * own) - 1
+
+
+def _sizes(values: Iterable[Any]) -> dict[int, int]:
+    """Return the bytes of each tensor on the CPU in nested arguments and results."""
+    sizes: dict[int, int] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.is_cpu and value.layout == torch.strided:
+                sizes[id(value)] = min(value.nbytes, value.untyped_storage().nbytes())
+        elif isinstance(value, list | tuple):
+            sizes |= _sizes(value)
+        elif isinstance(value, dict):
+            sizes |= _sizes(value.values())
+    return sizes
 
 
 class _Counted(TorchDispatchMode):
@@ -291,62 +341,3 @@ def memory_bytes_per_second(tries: int = MEMORY_TRIES) -> float:
         target.copy_(source)
         seconds.append(time.perf_counter() - begun)
     return 2 * PROBE_BYTES / statistics.median(seconds)
-
-
-class MemoryHog:
-    """Copies in a thread until only the given memory bandwidth remains.
-
-    Without a free core for the thread, computing is slowed down too.
-    """
-
-    most_off = 0.10  # bandwidth varies by 6 % by itself
-
-    def __init__(self, bytes_per_second: float) -> None:
-        self.bytes_per_second = bytes_per_second
-        self._duty = 0.0  # share of time spent copying
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._take, name="daso-memory", daemon=True)
-
-    def __enter__(self) -> "MemoryHog":
-        """Start copying at the required rate. Blocks for about 2 s."""
-        self._thread.start()
-        try:
-            self._search()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop copying; idempotent."""
-        self._over.set()
-        self._thread.join()
-
-    def _search(self) -> None:
-        """Search the share of time to spend copying."""
-        low, high = 0.0, 1.0
-        for _ in range(HALVINGS):
-            self._duty = (low + high) / 2
-            if memory_bytes_per_second() > self.bytes_per_second:
-                low = self._duty
-            else:
-                high = self._duty
-
-    def off(self) -> float:
-        """Return the relative error of the duration of a copy."""
-        return self.bytes_per_second / memory_bytes_per_second(2 * MEMORY_TRIES) - 1
-
-    def _take(self) -> None:
-        row = torch.zeros(PRIVATE_BYTES // 8, dtype=torch.float64, device="cpu")
-        pieces = row.split(PIECE)[:-1]
-        half, at, owed = len(pieces) // 2, 0, 0.0
-        while not self._over.is_set():
-            begun = time.perf_counter()
-            pieces[at].copy_(pieces[at + half])
-            at = (at + 1) % half
-            elapsed = time.perf_counter() - begun
-            owed += elapsed * (1 / max(self._duty, 1e-3) - 1)
-            if owed > LEAST_IDLE_SECONDS:
-                begun = time.perf_counter()
-                self._over.wait(owed)
-                owed -= time.perf_counter() - begun

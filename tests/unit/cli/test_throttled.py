@@ -12,7 +12,7 @@ from daso.errors import ConfigError
 from daso.predict.emulate import StepTimes, emulated
 from daso.predict.run_throttled import report
 from daso.predict.throttle_plan import RATES, Machine, ThrottlePlan, parse_throttle_file
-from daso.predict.throttles import MemoryHog
+from daso.predict.throttles import OperationPadding
 
 RUNNER = "-m daso.predict.run_throttled PLAN"
 PROGRAM = """
@@ -140,23 +140,24 @@ FASTER = ThrottlePlan(
 )
 
 
-def steps_of(plan, count=60, *, slowed=False):
+def steps_of(plan, count=60, *, use=0.0):
     steps = StepTimes(plan)
     steps.seconds += [0.3] * count
-    steps.effects["some throttle"] = lambda: slowed
+    steps.used["a part"] = lambda: use * 0.3 * count
     return steps
 
 
 def test_a_program_that_was_slowed_down_is_estimated():
-    assert report(steps_of(FASTER, slowed=True)).startswith("daso: emulated: 100.000 ms a step")
+    assert report(steps_of(FASTER, use=0.011)).startswith("daso: emulated: 100.000 ms a step")
 
 
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
         (steps_of(FASTER, 5), "it needs 24 steps at least, and an optimizer took 5"),
-        (steps_of(FASTER), "nothing was slowed down: the program uses none of the parts"),
-        (steps_of(ThrottlePlan(Machine(1.0), Machine(3.0)), slowed=True), "nothing was slowed do"),
+        (steps_of(FASTER), "nothing was slowed down: the steps use the parts that are slower here"),
+        (steps_of(FASTER, use=0.009), "nothing was slowed down: the steps use the parts that are"),
+        (steps_of(ThrottlePlan(Machine(1.0), Machine(3.0)), use=1.0), "nothing was slowed do"),
     ],
 )
 def test_a_program_that_was_not_slowed_down_is_not_estimated(steps, said):
@@ -165,37 +166,26 @@ def test_a_program_that_was_not_slowed_down_is_not_estimated(steps, said):
     assert "ms a step" not in text
 
 
-class Refuses(MemoryHog):
-    """A throttle that is wrong, and ends."""
-
-    ended = 0
-
-    def __init__(self, rate):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        Refuses.ended += 1
-
-    def off(self):
-        return -0.4
-
-
 def test_what_cannot_be_slowed_down_is_said_where_it_was_not_named(monkeypatch):
-    monkeypatch.setattr("daso.predict.emulate.MemoryHog", Refuses)
+    """In one line with a remedy, and the throttle ends."""
+    ended = []
+    monkeypatch.setattr(OperationPadding, "memory_off", lambda _: -0.4)
+    monkeypatch.setattr(OperationPadding, "__exit__", lambda padding, *_: ended.append(padding))
+    monkeypatch.setattr(OperationPadding, "__enter__", lambda padding: padding)
     memory = {"memory_bytes_per_second": 1.0}
     plan = ThrottlePlan(Machine(1.0, **memory), Machine(3.0, **memory))
     with pytest.raises(ConfigError, match=r"a copy in memory takes 0\.60 of the plan"):
         emulated(plan).__enter__()
     with emulated(plan, optional=RATES) as steps:
-        assert Refuses.ended == 2
+        assert len(ended) == 2
         steps.seconds += [0.3] * 60
-        assert steps.plan.counted == ()
-        *_, said = report(steps).split("\n")
+        assert (steps.plan.counted, steps.used) == ((), {})
+        first, *_, said = report(steps).split("\n")
+    assert first.startswith("daso: no estimate: nothing was slowed down")
     assert said == (
-        "- memory cannot be slowed down here: a copy in memory takes 0.60 of the plan's time"
+        "- memory cannot be slowed down here (a copy in memory takes 0.60 of the plan's time), and "
+        "an estimate assumes 3 times the rate on the target; let nothing else run here, or "
+        "correct [current]"
     )
 
 
@@ -239,6 +229,19 @@ def test_a_program_runs_unchanged_and_the_target_is_estimated(tmp_path, target, 
     assert "argument 60 __main__" in done.stdout
     assert told in done.stdout
     assert ("computing is stretched 2 times by sleeping" in done.stdout) == (target == "0.5")
+
+
+def test_a_program_that_hardly_uses_the_slower_part_is_not_estimated(tmp_path):
+    """Computing is faster on the target, the disk is as here, and the program starts with a log."""
+    plan, program, log = (tmp_path / name for name in ("plan.toml", "train.py", "log"))
+    disk = "disk_write_bytes_per_second = 2e8\ndisk_read_bytes_per_second = 2e8"
+    plan.write_text(f"[current]\ncompute = 1.0\n{disk}\n[target]\ncompute = '3x'\n")
+    begin = f"import os\nfile = open({str(log)!r}, 'wb')\nfile.write(bytes(4 << 20))\n"
+    program.write_text(f"{begin}file.flush()\nos.fsync(file.fileno())\n{PROGRAM}")
+    done = started("daso", "predict", "--throttle", plan, "--", sys.executable, program, 60)
+    assert done.returncode == 0, done.stderr
+    assert "no estimate: nothing was slowed down" in done.stdout
+    assert "ms a step" not in done.stdout
 
 
 def test_the_programs_own_exit_code_and_error_are_passed_on(tmp_path):

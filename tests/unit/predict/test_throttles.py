@@ -8,10 +8,18 @@ import pytest
 import torch
 from jobs import slowness
 
-from daso.comm.emulation import LinkModel
+from daso.comm.emulation import LinkModel, Stretch
 from daso.errors import ConfigError
 from daso.predict import Machine, ThrottlePlan, measure_machine, simulate_target, throttles
-from daso.predict.throttles import ComputePadding, DiskDelay, DiskRates, MemoryHog, disk_rates
+from daso.predict.emulate import StepTimes
+from daso.predict.throttles import (
+    PROBE_BYTES,
+    DiskDelay,
+    DiskRates,
+    MemoryRates,
+    OperationPadding,
+    disk_rates,
+)
 
 
 def train(steps=4):
@@ -47,7 +55,7 @@ def clock(monkeypatch):
     return made
 
 
-def slow(clock, padding, seconds, times=1):
+def slow(clock, padding, seconds, times=1, numel=1):
     """Let operations take so long on the clock; return what they take, padded."""
     begun = clock.now
 
@@ -56,24 +64,24 @@ def slow(clock, padding, seconds, times=1):
         return row
 
     for _ in range(times):
-        padding.__torch_dispatch__(operation, (), (torch.zeros(1),))
+        padding.__torch_dispatch__(operation, (), (torch.zeros(numel),))
     return clock.now - begun
 
 
 def test_an_operation_takes_as_many_times_as_long_right_after_it(clock):
-    padding = ComputePadding(3.0)
+    padding = OperationPadding(3.0)
     assert slow(clock, padding, 0.5) == pytest.approx(1.5)
     assert (padding.seconds, padding.in_operations) == (pytest.approx(1.0), pytest.approx(0.5))
 
 
 def test_pauses_of_short_operations_are_collected_and_none_is_lost(clock):
-    padding = ComputePadding(2.0)
+    padding = OperationPadding(2.0)
     assert slow(clock, padding, 0.002) == pytest.approx(0.002)
     assert slow(clock, padding, 0.001, times=998) == pytest.approx(2 * 0.998 + 0.002, abs=5e-3)
 
 
 def test_what_looking_takes_is_part_of_the_pauses(clock):
-    padding = ComputePadding(2.0)
+    padding = OperationPadding(2.0)
     padding._overhead_seconds = 0.25  # which the clock does not show
     assert slow(clock, padding, 0.5, times=4) == pytest.approx(4 * (0.5 + 0.25))
     assert padding.seconds == pytest.approx(4 * 0.5)
@@ -82,7 +90,7 @@ def test_what_looking_takes_is_part_of_the_pauses(clock):
 def test_padded_training_gives_the_same_bits():
     plain = train()
     torch.manual_seed(9)
-    with ComputePadding(1.5) as padding:
+    with OperationPadding(1.5) as padding:
         assert torch.initial_seed() == 9
         padded = train()
     assert all(map(torch.equal, plain, padded))
@@ -91,7 +99,7 @@ def test_padded_training_gives_the_same_bits():
 
 def test_backward_is_padded_too():
     row = torch.ones(64, 64, requires_grad=True)
-    with ComputePadding(1.0) as padding:
+    with OperationPadding(1.0) as padding:
         loss = (row @ row).sum()
         before = padding.in_operations
         loss.backward()
@@ -99,7 +107,7 @@ def test_backward_is_padded_too():
 
 
 def test_a_padding_brings_about_what_it_is_told():
-    with ComputePadding(2.0) as padding:
+    with OperationPadding(2.0) as padding:
         assert -0.05 < padding.off() < 0.05 * slowness()
 
 
@@ -108,10 +116,76 @@ def test_a_padding_that_sleeps_too_long_is_found_out(monkeypatch):
         time.sleep(1.5 * max(0.0, seconds))
         return max(0.0, seconds)
 
-    with ComputePadding(2.0) as padding:
+    with OperationPadding(2.0) as padding:
         monkeypatch.setattr(throttles, "sleep_for", overslept)
         monkeypatch.setattr(throttles, "MOST_COMPUTE_TRIES", 3)
         assert padding.off() > 0.05
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+LARGE = 1 << 19  # numbers of 4 bytes
+SLOW_MEMORY = MemoryRates(current=4.0 * LARGE, target=2.0 * LARGE)  # 1 s, and 2 s on the target
+
+
+@pytest.mark.parametrize(
+    ("seconds", "numel", "padded"),
+    [
+        (1.0, LARGE, 2.0),
+        (0.5, LARGE, 2.0),  # memory is faster than it was when measured
+        (5.0, LARGE, 5.0),  # computing takes longer than memory will
+        (0.3, LARGE, 0.3),  # from caches
+        (1e-6, LARGE, 1e-6),  # a view
+        (1.0, 1000, 1.0),  # in the caches of a core
+    ],
+)
+def test_an_operation_takes_no_less_than_its_memory_on_the_target(clock, seconds, numel, padded):
+    padding = OperationPadding(memory=SLOW_MEMORY)
+    assert slow(clock, padding, seconds, numel=numel) == pytest.approx(padded)
+    assert padding.memory_seconds == pytest.approx(padded - seconds)
+
+
+def test_memory_delays_slower_computing_by_the_rest_alone(clock):
+    assert slow(clock, OperationPadding(1.5, SLOW_MEMORY), 1.0, numel=LARGE) == pytest.approx(2.0)
+    assert slow(clock, OperationPadding(3.0, SLOW_MEMORY), 1.0, numel=LARGE) == pytest.approx(3.0)
+
+
+def test_a_pause_for_memory_is_not_stretched_again(clock):
+    steps = StepTimes(ThrottlePlan(Machine(2.0), Machine(1.0)))
+    steps.padding = OperationPadding(2.0, SLOW_MEMORY)
+    stretch = Stretch(2.0, steps.padded_seconds)
+    for python, expected in ((0.0, None), (0.0, 2.0), (1.0, 4.0), (0.5, 3.0)):
+        begun = clock.now
+        slow(clock, steps.padding, 0.5, numel=LARGE)  # 1 s for computing, 2 for memory
+        clock.now += python
+        stretch.after_step(begun, 0.0)
+        assert expected is None or clock.now - begun == pytest.approx(expected)
+
+
+def test_tensors_in_lists_count_once_and_those_of_a_device_do_not():
+    row = torch.zeros(1000)
+    wide = row[:1].expand(1 << 20)
+    sizes = throttles._sizes(([row, row], {"out": row}, wide, torch.zeros(9, device="meta")))
+    assert sizes == {id(row): 4000, id(wide): 4000}
+
+
+@pytest.mark.parametrize("times", [1.5, 3.0])
+def test_memory_is_held_to_a_tenth_of_its_rate(times):
+    """On two cores too: no thread has to take bandwidth away."""
+    rate = throttles.memory_bytes_per_second()
+    with OperationPadding(memory=MemoryRates(rate, rate / times)) as padding:
+        assert -0.1 < padding.memory_off() < 0.1 * slowness()
+        row, begun, owed = torch.zeros(PROBE_BYTES, dtype=torch.uint8), 0.0, padding._owed
+        begun = time.perf_counter()
+        for _ in range(4):
+            row.neg()
+        took = time.perf_counter() - begun + padding._owed - owed
+    assert took >= 0.9 * 4 * 2 * PROBE_BYTES * times / rate
+
+
+def test_memory_that_is_faster_than_it_was_told_is_found_out():
+    with OperationPadding(memory=MemoryRates(1e6, 5e5)) as padding:
+        assert padding.memory_off() < -0.9
 
 
 # --- the disk ------------------------------------------------------------------------------------
@@ -197,16 +271,7 @@ def test_a_disk_has_rates_and_nothing_is_left_on_it(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- memory, and all together --------------------------------------------------------------------
-
-
-def test_a_hog_ends_with_its_with(monkeypatch):
-    monkeypatch.setattr("daso.predict.throttles.PROBE_BYTES", 1 << 20)
-    with MemoryHog(1.0) as hog:
-        assert hog._thread.is_alive()
-        assert hog._duty > 0.9  # there is never so little left
-        assert hog.off() < -0.9
-    assert not hog._thread.is_alive()
+# --- all together --------------------------------------------------------------------------------
 
 
 def test_a_link_is_occupied_by_one_after_the_other():
@@ -225,7 +290,7 @@ def test_what_is_measured_of_one_process_has_no_link(tmp_path):
 
 
 def test_a_program_without_ranks_is_throttled_and_its_steps_are_timed(monkeypatch):
-    monkeypatch.setattr(ComputePadding, "off", lambda _: 0.0)
+    monkeypatch.setattr(OperationPadding, "off", lambda _: 0.0)
     plan = ThrottlePlan(*(Machine(one, memory_bytes_per_second=1.0) for one in (2.0, 1.0)))
     with simulate_target(plan) as steps:
         train(steps=6)
@@ -233,6 +298,18 @@ def test_a_program_without_ranks_is_throttled_and_its_steps_are_timed(monkeypatc
     assert steps.padding.seconds > 0
     train(steps=2)
     assert len(steps.seconds) == 5, "it is over"
+
+
+def test_use_before_the_steps_does_not_count():
+    steps, used = StepTimes(ThrottlePlan(Machine(1.0), Machine(1.0))), [5.0]
+    steps.used["a part"] = lambda: used[0]
+    steps._end_step()
+    assert (steps.use, steps.is_slowed) == (0.0, False)
+    for seconds in (0.0, 1e-5, 1.0):
+        used[0] += seconds
+        time.sleep(0.01)
+        steps._end_step()
+        assert steps.is_slowed == (seconds == 1.0)
 
 
 def test_steps_of_a_second_optimizer_do_not_count():
@@ -244,7 +321,7 @@ def test_steps_of_a_second_optimizer_do_not_count():
 
 
 def test_a_padding_that_is_off_is_refused(monkeypatch):
-    monkeypatch.setattr(ComputePadding, "off", lambda _: 0.2)
+    monkeypatch.setattr(OperationPadding, "off", lambda _: 0.2)
     plan = ThrottlePlan(*(Machine(one, memory_bytes_per_second=1.0) for one in (2.0, 1.0)))
     refused = "a throttle must be right to 5%, but computing takes 1.20 of the plan's time"
     with pytest.raises(ConfigError, match=refused):
