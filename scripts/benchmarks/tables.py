@@ -106,6 +106,32 @@ def _step_times_of_models() -> str:
     return _lines(head, ([name, *(_times(one.get(name)) for one in ratios)] for name in names))
 
 
+def _ddp_hooks() -> str:
+    """Return step times of DDP's hooks and the default, and test accuracy of the CNN by seeds."""
+    runs = {run["plan"]["model"]: run["rows"] for run in _read("ddp_hook")["runs"]}
+    cnn, gpt = ({row["name"]: row["over_compute"] for row in runs[name]} for name in ("cnn", "gpt"))
+    (trained,) = _read("ddp_hook_accuracy")["runs"]
+    ends = {
+        row["name"]: [course["accuracy"][-1] for course in row["courses"]]
+        for row in trained["rows"]
+    }
+    head = ["", "CNN, SGD", "GPT, AdamW", "CNN, % right after an epoch, mean (seeds)"]
+    return _lines(
+        head,
+        (
+            [
+                name,
+                *map(_times, (cnn[name], gpt.get(name))),
+                f"{mean(ends[name]):.2f} ({', '.join(map(_number, ends[name]))})"
+                if name in ends
+                else NONE,
+            ]
+            for name in sorted(cnn, key=lambda name: cnn[name])
+            if name != "compute only"
+        ),
+    )
+
+
 def _kernels() -> str:
     """Return nanoseconds a number of the kernels, by function and wire, torch's and C's."""
     rows = [row for row in _read("kernels")["rows"] if row["function"] in KERNELS]
@@ -366,6 +392,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-times": _step_times,
     "step-times-of-models": _step_times_of_models,
     "step-times-on-a-gpu": _step_times_on_a_gpu,
+    "ddp-hooks": _ddp_hooks,
     "kernels": _kernels,
     "prioritized": _prioritized,
     "accuracy": lambda: _accuracies("accuracy"),

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from local_world import run_ranks
+from local_world import calls_of, run_ranks
 from mirror_world import mirrored
 
 import daso
@@ -71,3 +71,34 @@ def test_rank_tables_are_counted_once():
     (sizes,) = run_ranks(1, lambda _: mirrored(3, 2).rank_info)
     assert (sizes.nodes, sizes.local_size, sizes.lanes, sizes.largest_node) == (3, 2, 2, 2)
     assert sizes.node_sizes is sizes.node_sizes
+
+
+def calls_of_a_start(ranks, ranks_per_node):
+    """Return the most collectives and sends of a rank, up to the end of its first step."""
+
+    def start(world):
+        topology = daso.Topology(world, ranks_per_node=ranks_per_node)
+        torch.manual_seed(world.Get_rank())
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = daso.Fixed(4, 1)
+        with daso.DASO(inner, module=model, topology=topology, policy=policy) as optimizer:
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            return calls_of(world.Get_rank())
+
+    return max(run_ranks(ranks, start))
+
+
+def test_a_start_takes_as_many_calls_of_each_rank_among_16_as_among_4():
+    assert calls_of_a_start(4, 1) == calls_of_a_start(16, 1) <= 94
+
+
+@pytest.mark.later("64 ranks in one process")
+@pytest.mark.parametrize(
+    ("ranks", "ranks_per_node", "probes"),
+    [(64, 4, 0), (18, 1, 21)],  # links are probed from 17
+)
+def test_a_start_of_many_ranks_takes_few_more_calls(ranks, ranks_per_node, probes):
+    few = calls_of_a_start(4 * ranks_per_node, ranks_per_node)
+    assert calls_of_a_start(ranks, ranks_per_node) == few + probes
