@@ -97,6 +97,9 @@ def _decode_blocks(payload: torch.Tensor, out: torch.Tensor, blocks: Blocks) -> 
     grid.mul_(scales.to(out.dtype))
 
 
+PLACE_BITS = (1 << 16) - 1  # places are unsigned, and torch computes with signed ones
+
+
 def _topk_cuts(numel: int) -> list[tuple[int, int, int]]:
     """Return (blocks, numbers per block, numbers sent per block) of full blocks and the rest."""
     full, rest = divmod(numel, TOPK_BLOCK)
@@ -127,6 +130,9 @@ def _encode_topk(values: torch.Tensor, payload: torch.Tensor) -> None:
 
 
 def _decode_topk(payload: torch.Tensor, out: torch.Tensor) -> None:
-    out.zero_()
     for grid, places, sent in _topk_views(out, payload):
-        grid.scatter_(1, places.long(), sent.to(out.dtype))
+        blocks, size = grid.shape
+        # Places outside a block, of a damaged payload, go to a column that is cut off.
+        columns = (places.long() & PLACE_BITS).clamp_(max=size)
+        rows = grid.new_zeros(blocks, size + 1).scatter_(1, columns, sent.to(out.dtype))
+        grid.copy_(rows[:, :size])

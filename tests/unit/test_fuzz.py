@@ -1,6 +1,6 @@
 """Nonsense from a fixed seed: refused in one line by an error of ours, or legal by a table.
 
-``DASO_FUZZ`` is how many inputs are tried of each kind; 20,000 in all are for a person to try.
+``DASO_FUZZ`` is how many inputs are tried of each kind, ``DASO_FUZZ_SEED`` another seed.
 """
 
 import inspect
@@ -20,12 +20,19 @@ from daso.checkpoint.files import Entry, Manifest, read_payload, write_payload
 from daso.cli.train.keys import read_config
 from daso.comm.topology import RankInfo
 from daso.errors import DasoError
+from daso.kernels import torch_kernels
+from daso.kernels.choice import kernels_for
+from daso.kernels.codecs import codec_named
+from daso.kernels.rows import Mean
 from daso.predict.throttle_plan import RATES
 from daso.slurm.sites import parse_site
 from daso.timeline.report import read_timeline
 
 INFINITE = math.inf
+WIRES = ("fp32", "bf16", "fp16", "int8", "int4", "int2", "topk")
+NONE = torch.empty(0, dtype=torch.uint8)
 EACH = int(os.environ.get("DASO_FUZZ", "250"))
+SEED = os.environ.get("DASO_FUZZ_SEED", "")
 ODD = [
     *(None, True, False, 0, 1, -1, 2, 3, 10**6, 10**30, -(10**30), 0.0, -0.0, 0.5, 1.0, 2.5, -3.5),
     *(math.nan, INFINITE, -math.inf, 1e308, 1e-308, "", "x", "auto", "4", "a\nb", "\0", "é" * 300),
@@ -141,6 +148,10 @@ SANE = {
 }
 
 
+def dice_of(name):
+    return random.Random(f"{SEED}{name}")
+
+
 def refused(call):
     """Return what a call returns, or None where an error of ours refused it in one line."""
     try:
@@ -153,7 +164,7 @@ def refused(call):
 
 @pytest.mark.parametrize("kind", LEGAL, ids=lambda kind: kind.__name__)
 def test_a_record_holds_what_it_may_and_nothing_else(kind):
-    rows, dice = LEGAL[kind], random.Random(kind.__name__)
+    rows, dice = LEGAL[kind], dice_of(kind.__name__)
     made = 0
     for _ in range(EACH):
         chosen = SANE.get(kind, {}) | {
@@ -193,7 +204,7 @@ def doors():
     ("door", "right"), [*doors()], ids=lambda one: getattr(one, "__name__", "")
 )
 def test_a_door_opens_or_says_in_one_line_why_not(door, right):
-    dice = random.Random(door.__name__)
+    dice = dice_of(door.__name__)
     names = [name for name in inspect.signature(door).parameters if name not in ("self", "args")]
     for _ in range(EACH // 4):
         given = {name: make() for name, make in right.items() if dice.random() < 0.9}
@@ -255,7 +266,7 @@ def is_sane(config):
 
 
 def test_settings_as_words_or_toml():
-    dice = random.Random("settings")
+    dice = dice_of("settings")
     for _ in range(EACH):
         pairs = [(dice.choice(KEYS), dice.choice(WORDS)) for _ in range(dice.randint(1, 3))]
         words = [f"--{key}={word}" if dice.random() < 0.9 else word for key, word in pairs]
@@ -264,7 +275,7 @@ def test_settings_as_words_or_toml():
 
 
 def test_settings_from_a_file(tmp_path):
-    dice, path = random.Random("toml"), tmp_path / "x.toml"
+    dice, path = dice_of("toml"), tmp_path / "x.toml"
     for _ in range(EACH):
         lines = [f"{dice.choice(KEYS)} = {dice.choice(WORDS)}" for _ in range(dice.randint(1, 3))]
         path.write_bytes("\n".join(lines).encode() + dice.randbytes(dice.choice([0, 0, 0, 3])))
@@ -273,7 +284,7 @@ def test_settings_from_a_file(tmp_path):
 
 
 def test_profiles_of_sites():
-    dice = random.Random("sites")
+    dice = dice_of("sites")
     keys = ["nodes", "time", "mem", "module", "setup", "launcher", "extra", "client", "python", "x"]
     for _ in range(EACH):
         lines = [f"{dice.choice(keys)} = {dice.choice(WORDS)!r}" for _ in range(dice.randint(1, 3))]
@@ -301,7 +312,7 @@ def test_command_lines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "train.py").touch()
-    dice, codes = random.Random("commands"), set()
+    dice, codes = dice_of("commands"), set()
     for _ in range(EACH):
         command = dice.choice(list(COMMANDS))
         options, rest = COMMANDS[command]
@@ -333,7 +344,7 @@ PREDICT = {
 
 def test_predictions_to_their_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    dice, codes = random.Random("predict"), set()
+    dice, codes = dice_of("predict"), set()
     for _ in range(EACH // 2):
         chosen = PREDICT | {dice.choice(list(PREDICT)): dice.choice(TYPED)}
         done = typed("predict", *(f"--{name}={word}" for name, word in chosen.items()))
@@ -358,7 +369,7 @@ model(torch.ones(2, 8)).sum().backward()
 def test_plans_of_memory_to_their_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(MEMORY)
-    dice, codes = random.Random("memory"), set()
+    dice, codes = dice_of("memory"), set()
     policies = ["all_keep", "search", "exact"]
     for _ in range(EACH // 10):
         name = dice.choice(["budget", "second", "policy", "units"])
@@ -388,7 +399,7 @@ def damaged(dice, data):
 
 
 def test_checkpoints(tmp_path):
-    dice, path = random.Random("checkpoints"), tmp_path / "rank-00000.pt"
+    dice, path = dice_of("checkpoints"), tmp_path / "rank-00000.pt"
     path.parent.mkdir(exist_ok=True)
     write_payload(path, {"model": torch.ones(4), "step": 3})
     data = path.read_bytes()
@@ -399,6 +410,20 @@ def test_checkpoints(tmp_path):
         payload, problem = read_payload(path, Entry(sha256(bad).hexdigest(), len(bad)))
         assert isinstance(payload, dict)
         assert problem is None or len(problem.splitlines()) == 1
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_payloads_of_any_bytes_are_numbers_and_the_same_ones_in_c(wire):
+    dice, native = dice_of(f"payloads {wire}"), kernels_for(torch.device("cpu"))
+    for _ in range(EACH):
+        dtype = dice.choice([torch.float32, torch.float64])
+        codec, numel = codec_named(wire, dtype), dice.choice([0, 1, 33, 4095, 5000])
+        damaged_bytes = bytearray(dice.randbytes(codec.nbytes(numel)))
+        payload = torch.frombuffer(damaged_bytes, dtype=torch.uint8) if damaged_bytes else NONE
+        rows = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
+        for kernels, row in zip((native, torch_kernels), rows, strict=True):
+            kernels.reduce(Mean(codec, [payload]), numel, row=row)
+        torch.testing.assert_close(*rows, rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_is_no_checkpoint(tmp_path):
@@ -415,7 +440,7 @@ def test_what_is_no_checkpoint(tmp_path):
 
 
 def test_manifests(tmp_path):
-    dice, path = random.Random("manifests"), tmp_path / "manifest.json"
+    dice, path = dice_of("manifests"), tmp_path / "manifest.json"
     text = Manifest(3, (0, 0), (Entry("a" * 64, 5), Entry("b" * 64, 6))).text(PLACE).encode()
     for _ in range(EACH):
         path.write_bytes(damaged(dice, text))
@@ -430,7 +455,7 @@ TRACE = (
 
 
 def test_traces(tmp_path):
-    dice, path = random.Random("traces"), tmp_path / "trace.jsonl"
+    dice, path = dice_of("traces"), tmp_path / "trace.jsonl"
     for _ in range(EACH):
         path.write_bytes(damaged(dice, TRACE))
         refused(lambda: read_timeline(path))
