@@ -1,6 +1,7 @@
 """`daso predict`: the cost of a schedule on other nodes, simulated.
 
-With ``--throttle`` a program runs on this machine slowed down, and is estimated from its steps.
+With ``--throttle`` a program runs on this machine slowed down, and is estimated from its steps;
+with ``--sweep-link`` it runs over links of several rates.
 """
 
 import argparse
@@ -73,6 +74,11 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         metavar="PLAN",
         help="run the program after -- on this machine, slowed down by a TOML plan",
     )
+    parser.add_argument(
+        "--sweep-link",
+        metavar="FACTORS",
+        help="run the program after -- over links that are slower by each factor, e.g. 1.5,2,3,4",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -83,15 +89,29 @@ def split_words(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _run(chosen: argparse.Namespace, program: Sequence[str]) -> int:
+    if chosen.sweep_link is not None:
+        from daso.cli.throttled import sweep_links
+
+        return sweep_links(_factors(chosen.sweep_link), program)
     if chosen.throttle is not None:
         from daso.cli.throttled import run_throttled
 
         return run_throttled(chosen.throttle, program)
     if program:
         raise ConfigError(
-            f"a program is run with --throttle=PLAN alone, but {program[0]!r} comes without; add it"
+            f"a program is run with --throttle=PLAN or --sweep-link alone, but {program[0]!r} "
+            f"comes without; add one"
         )
     return _main(chosen)
+
+
+def _factors(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--sweep-link must be numbers by commas, not {text!r}; write 1.5,2,3,4"
+        ) from error
 
 
 def count(word: str) -> float:

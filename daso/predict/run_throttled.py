@@ -8,11 +8,15 @@ changed. An environment variable instead of a runner would also slow down launch
 Python program of the command.
 """
 
+import json
 import runpy
+import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from daso.comm.topology import Topology
 from daso.environment import read_launch
@@ -23,10 +27,14 @@ from daso.predict.throttle_plan import (
     LABELS,
     LEAST_STEPS,
     ThrottleFile,
+    ThrottlePlan,
     estimate,
     read_throttle_file,
+    settled,
     why_nothing,
 )
+
+RESULT = "--result"  # before a file: write the steps there instead of an estimate
 
 
 def main(words: Sequence[str]) -> int:
@@ -38,7 +46,9 @@ def main(words: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    world = world_of_launch()
+    world, result = world_of_launch(), None
+    if words[0] == RESULT:
+        result, words = Path(words[1]), words[2:]
     with ExitStack() as throttles:
         try:
             file = _read(Path(words[0]), world)
@@ -50,8 +60,19 @@ def main(words: Sequence[str]) -> int:
         code = _run(words[1:])
         summary = report(steps)
     if code == 0 and read_launch().rank == 0:
-        print(summary, flush=True)
+        if result is None:
+            print(summary, flush=True)
+        else:
+            _write(result, plan, steps)
     return code
+
+
+def _write(path: Path, plan: ThrottlePlan, steps: StepTimes) -> None:
+    """Write the rates of this machine and the mean of the steps that count."""
+    values: dict[str, Any] = {"current": asdict(plan.current), "count": len(steps.seconds)}
+    if len(steps.seconds) >= LEAST_STEPS:
+        values["seconds"] = statistics.fmean(settled(steps.seconds))
+    path.write_text(json.dumps(values), encoding="utf-8")
 
 
 def _read(path: Path, world: Topology | None) -> ThrottleFile:

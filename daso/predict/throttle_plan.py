@@ -231,12 +231,17 @@ def estimate(plan: ThrottlePlan, seconds: Sequence[float]) -> Estimate:
         raise ConfigError(
             f"an estimate needs {LEAST_STEPS} steps at least, not {len(seconds)}; take more"
         )
-    settled = seconds[len(seconds) // 4 :]
-    ends = [len(settled) * block // BLOCKS for block in range(BLOCKS + 1)]
-    means = [statistics.fmean(settled[a:b]) for a, b in itertools.pairwise(ends)]
+    steps = settled(seconds)
+    ends = [len(steps) * block // BLOCKS for block in range(BLOCKS + 1)]
+    means = [statistics.fmean(steps[a:b]) for a, b in itertools.pairwise(ends)]
     off = QUANTILE * statistics.stdev(means) / math.sqrt(BLOCKS)
-    mean, ratio = statistics.fmean(settled), plan.ratio
+    mean, ratio = statistics.fmean(steps), plan.ratio
     return Estimate(mean / ratio, (mean - off) / ratio, (mean + off) / ratio, plan.assumptions)
+
+
+def settled(seconds: Sequence[float]) -> Sequence[float]:
+    """Return the steps that count: all but the first quarter, in which a schedule settles."""
+    return seconds[len(seconds) // 4 :]
 
 
 def without(plan: ThrottlePlan, names: Collection[str]) -> ThrottlePlan:

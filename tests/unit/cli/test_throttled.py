@@ -202,7 +202,7 @@ def test_an_error_of_the_program_keeps_its_traceback(tmp_path):
 def test_options_and_program_are_told_apart(tmp_path):
     done = typed("predict", "--", "python", "train.py")
     assert done.returncode == 2
-    assert "a program is run with --throttle=PLAN alone" in done.stderr
+    assert "a program is run with --throttle=PLAN or --sweep-link alone" in done.stderr
     done = typed("predict", "--throttle", tmp_path / "none.toml", "--", "python", "train.py")
     assert done.returncode == 2
     assert "a plan of throttles must be readable text, but" in done.stderr
@@ -258,3 +258,63 @@ def test_a_program_that_is_killed_ends_as_a_shell_tells_it(tmp_path):
     path.write_text("import os\nos.kill(os.getpid(), 9)\n")
     done = started("daso", "predict", f"--throttle={plan}", "--", sys.executable, path)
     assert done.returncode == 137
+
+
+# --- sweeps of links -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factors", "refused"),
+    [
+        ("2,x", "--sweep-link must be numbers by commas, not '2,x'; write 1.5,2,3,4"),
+        ("2,3", "must be at least 3 different factors above 1, by commas, not '2,3'; write"),
+        ("1,2,3", "must be at least 3 different factors above 1, by commas, not '1,2,3'; write"),
+        ("2,3,inf", "must be at least 3 different factors above 1, by commas, not '2,3,inf'"),
+    ],
+)
+def test_a_sweep_of_other_factors_is_refused(factors, refused):
+    done = typed("predict", f"--sweep-link={factors}", "--", "python", "train.py")
+    assert done.returncode == 2
+    assert refused in done.stderr
+
+
+def test_a_sweep_without_a_link_is_refused(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    command = "predict", "--sweep-link=2,3,4", "--", sys.executable, program, 60
+    done = started("daso", *command, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "a sweep needs a link between nodes or to a device, but this program ha" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+OVER_A_LINK = """
+import torch, daso
+world = daso.init()
+torch.set_num_threads(1)
+torch.manual_seed(world.rank)
+model = torch.nn.Linear(1024, 1024)
+inner = torch.optim.SGD(model.parameters(), lr=0.01)
+with daso.DASO(inner, module=model, policy=daso.Fixed(1, 0)) as optimizer:
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.later("starts ranks four times")
+@pytest.mark.slow("starts ranks four times")
+def test_a_sweep_runs_the_program_over_slower_links(tmp_path):
+    """Its steps are all exchange: they take as many times as long, and the target gains nothing."""
+    (tmp_path / "train.py").write_text(OVER_A_LINK)
+    ranks = "run", "-n", 2, "--ranks-per-node", 1, "train.py"
+    command = sys.executable, "-m", "daso", *ranks
+    done = started("daso", "predict", "--sweep-link=4,8,16", "--", *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^ +(\d+)x +([\d.]+) +([\d.]+) +[\d.]+$", done.stdout, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "4", "8", "16"]
+    times = {int(factor): float(here) for factor, here, _ in rows}
+    assert times[16] > 1.5 * times[8] > 2.0 * times[4]
+    assert float(rows[-1][2]) == pytest.approx(times[16] / 16, abs=1e-3)
+    assert "ms a step there, the time of the links" in done.stdout
