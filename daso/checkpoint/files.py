@@ -172,7 +172,7 @@ def unfit(payload: Mapping[str, Any]) -> str | None:
         if type(value) not in LEAVES | TENSORS:
             return (
                 f"a checkpoint holds tensors and plain values, but {where} is a "
-                f"{type(value).__name__}: convert it, for example with .item() or torch.as_tensor()"
+                f"{type(value).__name__}; convert it, for example with .item() or torch.as_tensor()"
             )
     return None
 

@@ -261,7 +261,7 @@ class Checkpoints:
         if any(whole for _, whole in listed):
             raise CheckpointError(
                 f"one of the checkpoints in {self._folder} must be sound, but none is ("
-                f"{'; '.join(reasons)}): restore one from a copy, or start in an empty folder"
+                f"{'; '.join(reasons)}); restore one from a copy, or start in an empty folder"
             )
         return None
 

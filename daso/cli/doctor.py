@@ -218,8 +218,8 @@ def _torch() -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     return {
         "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": _triton(),
+        "cuda": torch.version.cuda or "not in this build of torch",
+        "triton": _triton() or "not installed",
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if has_gpu
         else [],

@@ -74,7 +74,7 @@ def _memory(chosen: argparse.Namespace, program: Sequence[str]) -> int:
         write_file(json_path, json.dumps({"script": [*program], **values}, indent=1) + "\n")
     if plot_path is not None:
         with writing(plot_path):
-            plots.save(report.draw(values, planned), plot_path)
+            plots.save(report.draw(values, planned), plot_path, "a picture of one step's memory")
     return 0
 
 
@@ -102,7 +102,8 @@ def _first_call(program: Sequence[str], analyse: Callable[..., Any]) -> Any:
         code = f" with exit code {cause.code}" if cause is not None and cause.code else ""
         raise ConfigError(
             f"a script must call a model that has parameters to train, with gradients enabled, in "
-            f"its first process, but {program[0]} ended{code} without"
+            f"its first process, but {program[0]} ended{code} without; call it as model(inputs), "
+            f"outside torch.no_grad()"
         )
     traceback.print_exception(cause)
     raise ConfigError(

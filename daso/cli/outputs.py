@@ -53,7 +53,9 @@ def may_write(json_path: Path | None, plot: Path | None) -> None:
     """Raise `ConfigError` early if an output file could not be written at the end."""
     for path in (json_path, plot):
         if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"a file must lie in an existing folder, not {path}")
+            raise ConfigError(
+                f"a file must lie in an existing folder, not {path}; make it, or name another"
+            )
         if path is not None and path.is_dir():
             raise ConfigError(f"a file must be writable, but {path} is a folder; choose another")
     if plot is not None:

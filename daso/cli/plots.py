@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from daso.cli.bench.names import size_of_nodes
 from daso.cli.outputs import writing
 from daso.timeline.report import Timeline
 from daso.trace import EXCHANGE, KINDS, MERGE, SEND, STEP, WAIT_INTER_NODE, WAIT_INTRA_NODE
@@ -44,8 +45,8 @@ def draw(runs: Sequence[Mapping[str, Any]]) -> "Figure":
     axes.set_xlabel("step time over compute only, log scale")
     plan = runs[0]["plan"]
     axes.set_title(
-        f"{plan['model']}, {runs[0]['parameters'] / 1e6:.2f} M parameters, nodes of "
-        f"{', '.join(map(str, runs[0]['nodes']))} ranks, medians of {plan['rounds']} rounds",
+        f"{plan['model']}, {runs[0]['parameters'] / 1e6:.2f} M parameters, "
+        f"{size_of_nodes(runs[0]['nodes'])}, medians of {plan['rounds']} rounds",
         fontsize=10,
     )
     axes.legend(title="link")
@@ -113,7 +114,8 @@ def draw_timeline(timeline: Timeline, steps: int = 12) -> "Figure":
     return figure
 
 
-def save(figure: "Figure", path: Path) -> None:
-    """Write a figure; the file's suffix selects the format."""
+def save(figure: "Figure", path: Path, content: str) -> None:
+    """Write a figure, and print its file and content; the file's suffix selects the format."""
     with writing(path):
         figure.savefig(path, dpi=130)
+    print(f"{path}: {content}", flush=True)

@@ -138,7 +138,7 @@ def _main(chosen: argparse.Namespace) -> int:
     if chosen.steps * max(nodes) > MOST_STEPS:
         raise ConfigError(
             f"--steps times --nodes must be at most {MOST_STEPS} (each step of each node is "
-            f"simulated), not {chosen.steps} times {max(nodes)}"
+            f"simulated), not {chosen.steps} times {max(nodes)}; lower either"
         )
     may_write(chosen.json, chosen.plot)
     try:
@@ -159,7 +159,7 @@ def _main(chosen: argparse.Namespace) -> int:
     if chosen.plot is not None:
         from daso.cli import plots
 
-        plots.save(plots.draw_efficiency(rows), chosen.plot)
+        plots.save(plots.draw_efficiency(rows), chosen.plot, "a picture of the efficiency")
     return 0
 
 

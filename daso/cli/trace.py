@@ -66,7 +66,7 @@ def _main(chosen: argparse.Namespace) -> int:
     if chosen.plot is not None:
         from daso.cli import plots
 
-        plots.save(plots.draw_timeline(timeline), chosen.plot)
+        plots.save(plots.draw_timeline(timeline), chosen.plot, "a picture of some steps")
     print(render(timeline, steps, late))
     return 0
 

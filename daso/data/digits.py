@@ -30,7 +30,7 @@ def load_digits(*, train: bool) -> TensorDataset:
         from sklearn import datasets
     except ImportError as error:
         raise DataError(
-            f"the digits data set is part of scikit-learn, which cannot be imported ({error}): "
+            f"the digits data set is part of scikit-learn, which cannot be imported ({error}); "
             "pip install scikit-learn"
         ) from error
     bunch = datasets.load_digits()

@@ -56,7 +56,7 @@ def load_fashion(folder: Path | str | None = None, *, train: bool) -> TensorData
     place, names = _place(folder), _TRAIN if train else _TEST
     if missing := _missing(place, names):
         raise DataError(
-            f"Fashion-MNIST needs {' and '.join(missing)} (.gz or not), missing in {place}: "
+            f"Fashion-MNIST needs {' and '.join(missing)} (.gz or not), missing in {place}; "
             "install the Debian package dataset-fashion-mnist, or put the four idx files in a "
             "folder and name it as the data path (DASO_DATA)"
         )

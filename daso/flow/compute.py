@@ -104,7 +104,8 @@ class Compute(Base):
         if len(tensors) != count or not all(isinstance(x, torch.Tensor) for x in tensors):
             raise FlowError(
                 f"{self.node.kind} {self.node.name!r} must return as many tensors as its outputs "
-                f"say, {count}, but it returned {', '.join(type(x).__name__ for x in tensors)}"
+                f"say, {count}, but it returned {', '.join(type(x).__name__ for x in tensors)}; "
+                f"change either"
             )
         return tensors
 

@@ -191,7 +191,7 @@ class EpochRunner:
         if left := [node.node.name for node in nodes if node.cache]:
             raise FlowError(
                 f"every message must come back once, but nodes {left} still wait for some: one of "
-                f"their messages did not come to a loss"
+                f"their messages did not come to a loss; end every path in a loss"
             )
         for compute in worker.here.computes.values():
             compute.settle()

@@ -144,7 +144,7 @@ def _replay_epoch(
         if not any([worker.advance() for worker in workers]) and not workers[0].admit():
             raise ConfigError(
                 "logs must be those of one epoch with these instances, but a logged computation "
-                "never gets its inputs"
+                "never gets its inputs; pass those that were logged together"
             )
     for compute in chain.from_iterable(worker.here.computes.values() for worker in workers):
         compute.settle()
@@ -154,7 +154,8 @@ def _replay_epoch(
             if weights[log.rank][index].digest() != digest:
                 raise ConfigError(
                     f"a replay must give the bits that were logged, but layer "
-                    f"{wiring.nodes[index].name!r} on rank {log.rank} differs"
+                    f"{wiring.nodes[index].name!r} on rank {log.rank} differs; "
+                    f"use the model, data and torch with which it was logged"
                 )
 
 

@@ -170,7 +170,10 @@ def _check(model: torch.nn.Module) -> None:
             "for each part by itself"
         )
     if not any(param.requires_grad for param in model.parameters()):
-        raise ConfigError("the model must have parameters that are trained, and it has none")
+        raise ConfigError(
+            "the model must have parameters that are trained, and it has none; set requires_grad "
+            "of some"
+        )
 
 
 def _check_floor(whole: int, static: Static, least: int) -> None:
@@ -234,7 +237,7 @@ class Applied:
 
     def __enter__(self) -> "Applied":
         if self._stack is not None:
-            raise ConfigError("a plan can be applied once at a time: call daso.memory.apply again")
+            raise ConfigError("a plan can be applied once at a time; call daso.memory.apply again")
         model = self._plan.model
         self._device = next(model.parameters()).device
         self._tier = self._given or open_tier(self._plan.second, self._device)

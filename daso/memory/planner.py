@@ -158,7 +158,8 @@ def choose(profile: StepProfile, capacity: float, link: Link, policy: str = "sea
         raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
     if policy == "exact" and len(profile.units) > EXACT_MOST:
         raise ConfigError(
-            f"policy exact can plan for at most {EXACT_MOST} units, not {len(profile.units)}"
+            f"policy exact can plan for at most {EXACT_MOST} units, not {len(profile.units)}; use "
+            f"another policy, or fewer units"
         )
 
     def try_(ways: Ways) -> SimulatedStep | None:

@@ -78,7 +78,8 @@ def profiled(
     if not watched.calls == lean.calls == timed.calls:
         raise ConfigError(
             "memory can be planned for a model that runs the same operations in every step, but "
-            "this one did not, with the same batch and the same random numbers"
+            "this one did not, with the same batch and the same random numbers; take branches "
+            "that depend on anything else out of its forward"
         )
     return _Profile(watched, lean, timed, buffers).make(
         sum(tensor.nbytes for tensor in tensors_in(batch))

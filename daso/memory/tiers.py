@@ -244,7 +244,7 @@ class NeighbourTier(HostTier):
         if self._leases.size > self._nbytes:
             raise ConfigError(
                 f"the second memory must hold {self._leases.size:,} bytes, but the neighbour's has "
-                f"{self._nbytes:,}: increase it with second='neighbour:SIZE'"
+                f"{self._nbytes:,}; increase it with second='neighbour:SIZE'"
             )
         return at
 

@@ -107,7 +107,9 @@ def named_segments(model: nn.Module, names: Sequence[str]) -> list[Segment]:
             )
         inside = [other for other in names if name.startswith(f"{other}.")]
         if inside:
-            raise ConfigError(f"units must not be nested, but {name!r} is inside {inside[0]!r}")
+            raise ConfigError(
+                f"units must not be nested, but {name!r} is inside {inside[0]!r}; leave either out"
+            )
     return [Segment(name, name) for name in names]
 
 

@@ -128,7 +128,7 @@ def _main(chosen: argparse.Namespace, run: Any) -> int:
     if getattr(chosen, "plot", None):
         from daso.cli import plots
 
-        plots.save(chosen.draw(results), chosen.plot)
+        plots.save(chosen.draw(results), chosen.plot, "a picture of the results")
     return 0
 
 

@@ -25,7 +25,7 @@ def links(chosen: argparse.Namespace, usual: str = "") -> list[str]:
             parse_rate(link)
             if chosen.hosts is None:
                 raise ConfigError(
-                    f"--link must be {HERE}, not {link}: hosts with links of a rate are made by "
+                    f"--link must be {HERE}, not {link}; hosts with links of a rate are made by "
                     f"scripts/bench, in the project's repository"
                 )
     return names

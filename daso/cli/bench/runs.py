@@ -39,11 +39,12 @@ def train(chosen: argparse.Namespace, module: str, names: tuple[str, ...]) -> Me
             train.Plan(chosen.model, names, options.rounds(chosen), seconds, settle, link)
         )
 
-    links = options.links(chosen)
+    links, legend = options.links(chosen), f"{train.LEGEND}\n"  # before the first table alone
     for result in options.measured(
         chosen, module, links, [chosen.nodes], plan, chosen.ranks_per_node
     ):
-        yield result, train.table(result) + "\n", train.figures(result)
+        yield result, f"{legend}{train.table(result)}\n", train.figures(result)
+        legend = ""
 
 
 def _exchange(chosen: argparse.Namespace) -> Measured:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from daso.cli.bench.baselines import CONTENDERS, Contender, Make
 from daso.cli.bench.models import CASES, Batch, Case
-from daso.cli.bench.names import COMPUTE, DDP, OURS
+from daso.cli.bench.names import COMPUTE, DDP, OURS, size_of_nodes
 from daso.cli.bench.rounds import (
     Clock,
     Round,
@@ -149,12 +149,19 @@ def _row(name: str, rounds: Mapping[str, Sequence[Round]], contender: Contender)
     }
 
 
+LEGEND = """\
+x compute: step time over that of compute only, measured just before and after; 1.000: no cost.
+exposed: milliseconds of a step in which training waits for other ranks. MB/step: sent by network
+interfaces; -: nothing was sent, or the contender does not report it.
+"""
+
+
 def table(result: Mapping[str, Any]) -> str:
     """Return the rows as aligned lines."""
     plan = result["plan"]
     head = (
         f"{plan['model']}, {result['parameters'] / 1e6:.2f} M parameters, batch {result['batch']}, "
-        f"nodes of {', '.join(map(str, result['nodes']))} ranks, link {plan['link']}, medians of "
+        f"{size_of_nodes(result['nodes'])}, link {plan['link']}, medians of "
         f"{plan['rounds']} alternating rounds of {plan['seconds']:g} s, {_since(plan['settle'])}"
     )
     columns = f"{'':<26}{'ms/step':>10}{'x compute':>11}{'exposed':>9}{'CPU ms':>9}{'MB/step':>9}"

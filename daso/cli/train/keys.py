@@ -34,13 +34,13 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
-            f"a file of settings must be readable, but {path}: {error.strerror} (a single setting "
-            f"looks like --key=value)"
+            f"a file of settings must be readable, but {path}: {error.strerror}; mend the path (a "
+            f"single setting looks like --key=value)"
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} must be text in UTF-8, but: {error}") from error
+        raise ConfigError(f"{path} must be text in UTF-8, but: {error}; save it so") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} must be TOML, but: {error}") from error
+        raise ConfigError(f"{path} must be TOML, but: {error}; mend that line") from error
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -80,7 +80,9 @@ def _check(blocks: Sequence[Block], way: str) -> None:
                 f"a block must have a size of at least 0, and end after it begins, not {block}"
             )
     if way == "exact" and len(blocks) > EXACT_MOST:
-        raise ConfigError(f"way exact can place at most {EXACT_MOST} blocks, not {len(blocks)}")
+        raise ConfigError(
+            f"way exact can place at most {EXACT_MOST} blocks, not {len(blocks)}; use another way"
+        )
 
 
 def lower_bound(blocks: Sequence[Block]) -> int:

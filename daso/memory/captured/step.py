@@ -190,31 +190,31 @@ def _batch_of(inputs: Any, targets: Any) -> tuple[torch.Tensor, ...]:
         if not isinstance(value, torch.Tensor):
             raise ConfigError(
                 f"{name} must be a tensor{' or a tuple of tensors' * (name == 'inputs')}, not "
-                f"{type(value).__name__}: convert it"
+                f"{type(value).__name__}; convert it"
             )
     return (*values, targets)
 
 
 def _check(model: Any, loss_fn: Any, batch: Values) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}: wrap it")
+        raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}; wrap it")
     if not callable(loss_fn):
         raise ConfigError(
-            f"loss_fn must be callable with outputs and targets, not {loss_fn!r}: pass a function"
+            f"loss_fn must be callable with outputs and targets, not {loss_fn!r}; pass a function"
         )
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(
-            "a parameter of the model must require a gradient, but none does: unfreeze one"
+            "a parameter of the model must require a gradient, but none does; unfreeze one"
         )
     for tensor in batch:
         if tensor.requires_grad:
             raise ConfigError(
                 "inputs and targets must not require gradients, which a captured step computes "
-                "only for parameters, but one does: detach it"
+                "only for parameters, but one does; detach it"
             )
     for module in model.modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise ConfigError(
                 "the model must not be a DistributedDataParallel, whose averaging is done by "
-                "hooks inside autograd, which a captured step does not call: pass its module"
+                "hooks inside autograd, which a captured step does not call; pass its module"
             )

@@ -29,7 +29,7 @@ from jobs import HANG_SECONDS, benchmark, typed, typed_benchmark
 from daso.cli.bench import exchange, options, train
 from daso.cli.bench.command import add_parser
 from daso.cli.bench.models import CASES, loss_of
-from daso.cli.bench.names import COMPUTE
+from daso.cli.bench.names import COMPUTE, size_of_nodes
 from daso.cli.bench.options import at_least_one, more_than_zero
 from daso.cli.bench.rounds import Round, count_bytes, median_of, take_turns
 from daso.comm.emulation import CopyLink
@@ -207,7 +207,7 @@ def test_an_installed_bench_refuses_links_that_need_hosts_of_their_own():
     done = typed("bench", "exchange", "--link=here,1gbit")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "daso: --link must be here, not 1gbit: hosts with links of a rate are made by "
+        "daso: --link must be here, not 1gbit; hosts with links of a rate are made by "
         "scripts/bench, in the project's repository\n"
     )
 
@@ -254,6 +254,22 @@ def test_all_contenders_train_side_by_side(here):
     assert (base["name"], base["over_compute"]) == (COMPUTE, 1)
     assert run["rows"][1]["report"]["exchanges"] > 0
     assert text.endswith(train.table(run) + "\n\n")
+    assert train.LEGEND in text
+    assert "2 nodes of 1 rank, link here" in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([1], "1 node of 1 rank"),
+        ([1, 1], "2 nodes of 1 rank"),
+        ([2, 2, 2], "3 nodes of 2 ranks"),
+        ([2, 1], "2 nodes of 2 and 1 ranks"),
+        ([3, 3, 1], "3 nodes of 3, 3 and 1 ranks"),
+    ],
+)
+def test_sizes_of_nodes_in_words(ranks, words):
+    assert size_of_nodes(ranks) == words
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -242,6 +242,14 @@ def test_the_text_says_yes_no_none_and_unknown():
     ]
 
 
+def test_a_torch_without_cuda_and_triton_has_no_unknown_version(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(doctor_module, "packages_distributions", dict)
+    values = doctor_module._torch()
+    assert values["cuda"] == "not in this build of torch"
+    assert values["triton"] == "not installed"
+
+
 @pytest.mark.parametrize("srun", [True, False])
 def test_where_srun_starts_ranks_no_mpirun_is_missed(monkeypatch, srun):
     """As on clusters of Cray: an MPI beside theirs would be the trouble."""

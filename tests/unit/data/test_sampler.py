@@ -155,7 +155,7 @@ def test_a_loader_takes_it_as_batch_sampler_and_its_place_follows():
         ({"size": 0, "rank": 0}, "rank .* not 0 of 0"),
         ({"batch_size": 0}, "batch_size .* not 0"),
         ({"seed": -1}, "seed .* -1"),
-        ({"length": 9}, "10 samples, and the data set has 9: lower batch_size"),
+        ({"length": 9}, "10 samples, and the data set has 9; lower batch_size"),
     ],
 )
 def test_numbers_out_of_range_are_refused_with_rule_value_and_remedy(wrong, match):

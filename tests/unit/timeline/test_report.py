@@ -249,6 +249,7 @@ def test_the_command_prints_tables_and_writes_files(tmp_path):
     found = json.loads(tables.read_text())
     assert [row["rank"] for row in found["steps"]] == [0, 1]
     assert plot.read_bytes().startswith(b"\x89PNG")
+    assert f"{plot}: a picture of some steps\n" in done.stdout
 
 
 def test_clocks_that_do_not_add_up_are_told(tmp_path):
