@@ -42,7 +42,7 @@ kernels_are_old() {
 
 # install_torch PIP_OPTION...: install torch from the index DASO_TORCH_INDEX names, unless it is there.
 install_torch() {
-  local size="about 0.3 GB with torch's build for CPUs, 5 GB with CUDA's libraries"
+  local size="about 0.3 GB to load and 1.2 GB on disk with torch's build for CPUs, 5 GB with CUDA's"
   if python -c 'import torch' 2>/dev/null; then return; fi
   if [ -z "${DASO_TORCH_INDEX:-}" ]; then
     say "torch is not installed yet: $size; DASO_TORCH_INDEX=URL chooses the build"

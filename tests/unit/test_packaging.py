@@ -3,7 +3,9 @@
 They are compared as texts. Only a wheel of the kernels is built, by compilers that do nothing.
 """
 
+import ast
 import configparser
+import json
 import os
 import re
 import shlex
@@ -13,6 +15,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +111,8 @@ def test_versions_are_the_package_s() -> None:
 def test_it_is_cited_as_the_readme_asks() -> None:
     citation, readme = parsed(CITATION), " ".join(text("README.md").split())
     assert citation["cff-version"] == "1.2.0"
-    assert citation["license"] == setup()["metadata"]["license"]
+    assert citation["license"] == setup()["metadata"]["license_expression"]
+    assert citation["authors"] == [{"name": setup()["metadata"]["author"]}]
     (paper,) = citation["references"]
     assert f"https://doi.org/{paper['doi']}" in readme
     assert f'"{paper["title"].removesuffix(" (DASO)")}"' in readme
@@ -162,7 +166,7 @@ def package(tmp_path: Path) -> Path:
         shutil.copy(ROOT / path, folder)
     ours = shutil.ignore_patterns("*.so", LOG, "__pycache__")
     shutil.copytree(ROOT / "daso/kernels", folder / "daso/kernels", ignore=ours)
-    for name in ("__init__.py", "version.py"):
+    for name in ("__init__.py", "py.typed", "version.py"):
         shutil.copy(ROOT / "daso" / name, folder / "daso")
     return folder
 
@@ -212,6 +216,66 @@ def test_an_sdist_has_the_sources_of_libraries_and_no_library(package: Path) -> 
         names = {name.partition("/")[2] for name in file.getnames()}
     assert {"setup.py", *(f"daso/kernels/{name}" for name in SOURCES)} <= names
     assert not [name for name in names if name.endswith((".so", LOG))]
+
+
+def test_metadata_are_those_that_an_index_shows(package: Path) -> None:
+    wheel = pack(package, "false", "wheel")
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = [one for one in file.namelist() if one.endswith(".dist-info/METADATA")]
+        metadata = message_from_bytes(file.read(name))
+        names = file.namelist()
+    assert metadata["License-Expression"] == "BSD-3-Clause"
+    assert metadata.get_all("License-File") == ["LICENSE"]
+    assert name.replace("METADATA", "licenses/LICENSE") in names
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    description = metadata.get_payload(decode=True).decode("utf-8")
+    assert description.strip() == text("README.md").strip()
+    assert metadata.get_all("Classifier") == lines(setup()["metadata"]["classifiers"])
+    assert metadata["Requires-Python"] == f">={oldest_python()}"
+    assert set(metadata.get_all("Provides-Extra")) == {*setup()["options.extras_require"]}
+    assert {"Name", "Version", "Summary", "Author", "Keywords"} <= set(metadata.keys())
+    assert "daso/py.typed" in names
+
+
+def notebooks() -> list[Path]:
+    return sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_an_extra_brings_what_notebooks_import() -> None:
+    extras = setup()["options.extras_require"]
+    words = re.sub(r"%\((\w+)\)s", lambda match: extras[match[1]], extras["notebook"])
+    ours = {Requirement(line).name for line in lines(words)}
+    assert "jupyterlab" in ours
+    required = {Requirement(line).name for line in lines(setup()["options"]["install_requires"])}
+    for path in notebooks():
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = "\n".join("".join(one["source"]) for one in cells if one["cell_type"] == "code")
+        modules = {
+            name.partition(".")[0]
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in ([node.module] if isinstance(node, ast.ImportFrom) else names_of(node))
+        }
+        rest = modules - sys.stdlib_module_names - {"daso", "benchmarks"}  # of this repository
+        assert rest <= ours | required, path.name
+        assert ("load_digits" not in code) or "scikit-learn" in ours
+        assert "`pip install '.[notebook]'`" in "".join(cells[0]["source"]), path.name
+
+
+def names_of(node: ast.Import) -> list[str]:
+    return [alias.name for alias in node.names]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_a_front_page_links_notebooks_and_examples_and_every_link_leads_somewhere(
+    page: str,
+) -> None:
+    folder = (ROOT / page).parent
+    targets = [one.partition("#")[0] for one in re.findall(r"\]\(([^)\s]+)\)", text(page))]
+    linked = {(folder / one).resolve() for one in targets if one and ":" not in one}
+    assert [path for path in linked if not path.is_file()] == []
+    examples = set((ROOT / "daso/examples").glob("*.py")) - {ROOT / "daso/examples/__init__.py"}
+    assert {*notebooks(), *examples} <= linked
 
 
 def test_scripts_build_kernels_whose_sources_are_newer(tmp_path: Path) -> None:
@@ -342,7 +406,8 @@ def test_the_workflow_runs_the_commands_that_contributors_run() -> None:
     listed = {line.split("#")[0].strip() for block in blocks for line in lines(block)}
     runs = [step["run"] for step in steps() if "run" in step]
     ours = [line for line in runs if not line.startswith(PREPARES)]
-    assert ours == ["./scripts/check", *2 * ["./scripts/test"], "bash .ci/run"]
+    everyday = ["./scripts/check", "./scripts/test", "./scripts/package"]
+    assert ours == [*everyday, "./scripts/test", "bash .ci/run"]
     assert set(ours) - {"bash .ci/run"} <= listed
     assert {"./scripts/check", "./scripts/test --all"} <= listed
     assert "\n./scripts/check\n" in text(".ci/run")
