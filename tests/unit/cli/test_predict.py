@@ -28,7 +28,7 @@ def test_a_table_for_every_link_and_what_stands_behind_it(tmp_path):
     assert done.stdout.count("25.6 M parameters, 100.0 ms of computing a step") == 2
     assert "on 16 nodes: Auto (within 1 %" in done.stdout
     assert "Predicted, not measured." in done.stdout
-    columns = [line for line in done.stdout.splitlines() if "efficiency" in line]
+    columns = [line for line in done.stdout.splitlines() if "MB/step" in line]
     assert [line.split() for line in columns] == [
         [*["nodes", "ms/step", "efficiency", "wait", "ms", "MB/step"], *CHOSEN.split()]
     ] * 2
@@ -41,6 +41,7 @@ def test_a_table_for_every_link_and_what_stands_behind_it(tmp_path):
     assert by["1gbit", 16, "Auto"]["efficiency"] > 0.95
     assert by["25gbit", 16, "synchronous, as DDP"]["efficiency"] > 0.7
     assert plot.stat().st_size > 10_000
+    assert f"{plot}: a picture of the efficiency\n" in done.stdout
     assert found["assumptions"]
 
 
