@@ -24,6 +24,7 @@ PROGRAMS = {
     "accuracy": "what seldom exchanges cost, on simulated nodes",
     "recovery": "how long a killed rank holds training up, beside torchft",
     "kernels": "nanoseconds a number of encode, reduce and accept, in C and in torch",
+    "start": "seconds and memory of the start of many ranks here",
     "age": "how much of the code that figures measure has changed since they were taken",
     "repeat": "train rows of an accuracy file again, and compare what they end with",
     "take": "take files of scripts/figures anew, as they were taken",
