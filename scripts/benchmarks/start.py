@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
     rows = [_started(int(ranks)) for ranks in options.ranks.split(",")]
     print(table(rows))
     if options.json:
-        found = {"date": str(date.today()), "cores": os.cpu_count(), "rows": rows}
+        found: dict[str, Any] = {"date": str(date.today()), "cores": os.cpu_count(), "rows": rows}
         found["versions"] = versions(library())
         options.json.write_text(json_by_rows(found) + "\n", encoding="utf-8")
     return 0
