@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import daso
 from benchmarks.gpu_models import MODELS, PRETENDED, Shape
+from daso.cli.bench.names import size_of_nodes
 from daso.cli.bench.rounds import over, take_turns
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.process_group import Backend, join_process_group
@@ -289,7 +290,7 @@ def _conditions(found: Mapping[str, Any]) -> str:
     plan = found["plan"]
     return (
         f"{plan['model']}, {found['parameters'] / 1e6:.1f} M parameters, bf16 autocast, "
-        f"{found['device']}, nodes of {', '.join(map(str, found['nodes']))} ranks that share it, "
+        f"{found['device']}, {size_of_nodes(found['nodes'])} that share it, "
         f"{POLICY!r}, medians of {plan['rounds']} alternating rounds of {plan['steps']} steps"
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import daso
+from daso.cli.bench.names import size_of_nodes
 from daso.comm.node.shm import SharedWindow
 from daso.comm.topology import Topology
 from daso.plan.options import Wire
@@ -259,7 +260,7 @@ def _conditions(found: Mapping[str, Any]) -> str:
     plan = found["plan"]
     sizes = " and ".join(f"{numel / 1e6:g}" for numel in sorted(plan["parameters"]))
     return (
-        f"nodes of {', '.join(map(str, found['nodes']))} ranks, difference between {sizes} M "
+        f"{size_of_nodes(found['nodes'])}, difference between {sizes} M "
         f"parameters in {plan['tensors']} tensors, SGD, chunks of "
         f"{plan['chunk_bytes'] / MiB:g} MiB, after {STEPS // 2} exchanges, the rank that holds most"
     )

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daso.cli.bench.names import DDP, OURS
+from daso.cli.bench.names import DDP, OURS, size_of_nodes
 
 __all__ = ["figures", "is_tested", "on_link", "reached", "table"]
 
@@ -122,7 +122,7 @@ def _head(found: Mapping[str, Any]) -> str:
     model = "byte-level transformer (AdamW, percentages are 100 exp(-loss))" if text else "CNN"
     return (
         f"{plan['data']}, {model} of {found['parameters'] / 1e6:.2f} M parameters, batch "
-        f"{found['batch']}, nodes of {', '.join(map(str, found['nodes']))} ranks, link "
+        f"{found['batch']}, {size_of_nodes(found['nodes'])}, link "
         f"{plan['link']}, {plan['epochs']} epochs of {steps // plan['epochs']} steps, learning "
         f"rate {plan['peak']:g}, mean of {plan['seeds']} seeds"
     )

@@ -11,6 +11,7 @@ import torch
 from daso import trace
 from daso.cli.bench.baselines import Daso, start
 from daso.cli.bench.models import CASES
+from daso.cli.bench.names import size_of_nodes
 from daso.cli.bench.rounds import over
 from daso.comm.topology import Topology
 from daso.plan.policies import Fixed
@@ -149,10 +150,10 @@ def _steps(run: Callable[[int], float], seconds: float) -> int:
 
 def table(found: Mapping[str, Any]) -> str:
     """Return the rows as aligned lines."""
-    plan, nodes = found["plan"], ", ".join(map(str, found["nodes"]))
+    plan = found["plan"]
     lines = [
-        f"nodes of {nodes} ranks, link {plan['link']}, medians of {plan['rounds']} alternating "
-        f"rounds",
+        f"{size_of_nodes(found['nodes'])}, link {plan['link']}, medians of {plan['rounds']} "
+        f"alternating rounds",
         f"{'':<8}{'ms/step':>10}{'recorded':>10}{'ratio':>9}{'from':>8}{'to':>8}"
         f"{'spans/step':>12}{'x span cost':>13}",
     ]
