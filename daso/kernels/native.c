@@ -130,15 +130,21 @@ static void from_fp16s(const u16 *restrict from, int64_t n, f32 *restrict to)
     for (; i < n; i++) to[i] = from_fp16(from[i]);
 }
 
-/* Return the sum of words, each times an odd factor by its place: exact in any order. */
+/* Return the sum of at most PLACES words from place `at` on, each times an odd factor by its place.
+   Such sums are exact in any order. */
+static inline uint32_t words_sum(const u32 *words, int64_t count, int64_t at)
+{
+    const uint32_t place = (uint32_t)at, n = (uint32_t)count;
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i < n; i++) sum += words[i] * (2 * ((place + i) % PLACES) + 1);
+    return sum;
+}
+
 uint32_t daso_fingerprint(int64_t count, const u32 *words)
 {
     uint32_t sum = 0;
-    for (int64_t at = 0; at < count; at += PLACES) {
-        const u32 *part = words + at;
-        const uint32_t n = (uint32_t)least(PLACES, count - at);
-        for (uint32_t i = 0; i < n; i++) sum += part[i] * (2 * i + 1);
-    }
+    for (int64_t at = 0; at < count; at += PLACES)
+        sum += words_sum(words + at, least(PLACES, count - at), at);
     return sum;
 }
 

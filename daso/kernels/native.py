@@ -32,7 +32,7 @@ pointer = ctypes.c_void_p
 ARGUMENTS = {
     "daso_encode": (
         *(int32, int64, pointer, pointer, pointer, pointer, pointer, pointer, pointer),
-        *(int32, pointer, pointer, pointer),
+        *(int32, pointer, pointer, pointer, pointer),
     ),
     "daso_reduce": (
         *(int32, int64, int64, pointer, pointer, double, pointer, int32, pointer, pointer),
@@ -147,7 +147,7 @@ class NativeKernels:
         if not values.on_host:
             torch_kernels.encode(codec, values, spans, payload, rows)
             return
-        if rows.gradients:
+        if rows.gradients or rows.fingerprint is not None:
             rows.check()
         flat = array("q", [at for span in spans for at in span])
         _check_bytes(payload, sum(codec.nbytes(stop - start) for start, stop in spans))
@@ -164,6 +164,7 @@ class NativeKernels:
             payload.data_ptr(),
             _pointer(rows.first),
             _pointer(rows.distance),
+            _pointer(rows.fingerprint),
         )
 
     def reduce(

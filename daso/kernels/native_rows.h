@@ -466,13 +466,16 @@ static const ANY *NAME(find)(int64_t at, int64_t n, int64_t *segment, const char
 /* Encode spans (start, stop) of a row into consecutive payloads, each padded to whole words.
 
    values - reference + residual; rounding: what the wire lost. gradients: as encode_kept, with
-   residual in the place of both. first: lowered to the first number that is not finite. */
+   residual in the place of both. first: lowered to the first number that is not finite.
+   fingerprint: receives the sum of the reference's words; spans must cover it. */
 void NAME(daso_encode)(int32_t wire, int64_t count, const int64_t *spans,
                        const char *const *tensors, const int32_t *kinds, const int64_t *ends,
                        const ROW *reference, ROW *residual, ROW *rounding, int32_t gradients,
-                       uint8_t *payload, int64_t *first, double *distance)
+                       uint8_t *payload, int64_t *first, double *distance, int64_t *fingerprint)
 {
+    enum { WORDS = sizeof(ROW) / 4 };   /* of a number */
     ROW v[MOST], room[MOST];
+    uint32_t sum = 0;
     const int64_t step = STEP(wire, distance ? TILE : PIECE);
     int64_t segment = 0;
     for (int64_t span = 0; span < count; span++) {
@@ -490,6 +493,8 @@ void NAME(daso_encode)(int32_t wire, int64_t count, const int64_t *spans,
             const int finite = NAME(combine)(
                 x, n, reference ? (const ANY *)(reference + at) : 0,
                 residual ? (const ANY *)(residual + at) : 0, v);
+            if (fingerprint)
+                sum += words_sum((const u32 *)(reference + at), n * WORDS, at * WORDS);
             if (first && !finite)
                 for (int64_t i = 0; i < n; i++)
                     if ((NAME(word)(v[i]) & ROW_ABS) >= ROW_INF) {
@@ -509,6 +514,7 @@ void NAME(daso_encode)(int32_t wire, int64_t count, const int64_t *spans,
         if (stop > start) memset(payload + used, 0, (size_t)(whole - used));
         payload += stop > start ? whole : 0;
     }
+    if (fingerprint) *fingerprint = sum;
 }
 
 /* Compute the weighted mean of payloads of the same numbers, as a payload, a row, or both.

@@ -95,6 +95,7 @@ class EncodeRows:
             written; no other row is used.
         first: Lowered to the index of the first number that is not finite (1,), int64.
         distance: Increased by the squares of the rounding errors (), fp64.
+        fingerprint: Receives the fingerprint of ``reference`` (1,), int64; spans must cover it.
     """
 
     reference: torch.Tensor | None = None
@@ -103,9 +104,12 @@ class EncodeRows:
     gradients: bool = False
     first: torch.Tensor | None = None
     distance: torch.Tensor | None = None
+    fingerprint: torch.Tensor | None = None
 
     def check(self) -> None:
-        """Raise for gradients without a residual, or with other rows."""
+        """Raise for gradients without a residual or with other rows, and for what has no row."""
+        if self.fingerprint is not None and self.reference is None:
+            raise ValueError("a fingerprint must be that of a reference, but it is None")
         others = (self.reference, self.rounding, self.first, self.distance)
         if self.gradients and (self.residual is None or any(row is not None for row in others)):
             raise ValueError("gradients must be encoded with a residual, and with no other row")

@@ -91,6 +91,8 @@ def encode(
             if rows.rounding is not None or rows.distance is not None:
                 lost = torch.empty_like(piece) if rows.rounding is None else rows.rounding[a:b]
                 _write_errors(codec, piece, bytes_of, lost, rows.distance)
+    if rows.fingerprint is not None and rows.reference is not None:
+        fingerprint(rows.reference, rows.fingerprint)
 
 
 def _write_errors(

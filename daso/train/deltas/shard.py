@@ -185,9 +185,9 @@ class DeltaShard(ReduceBuffer):
                 first=self._checks[:1],
                 # Most of the distance between nodes; negligible with other wires.
                 distance=self._sums[0] if codec.sparse else None,
+                fingerprint=self._checks[1:],
             ),
         )
-        self.kernels.fingerprint(self.reference, self._checks[1:])
 
     def _open(self, codec: Codec, spans: Spans, *, keeps: bool) -> None:
         """Allocate memory for the payload of an exchange."""

@@ -129,7 +129,7 @@ def spans_of(numel, edges):
     edges=st.lists(st.integers(1, 5000), max_size=3),
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
     sizes=SIZES,
-    rows=subsets("reference", "residual", "rounding", "first", "distance"),
+    rows=subsets("reference", "residual", "rounding", "first", "distance", "fingerprint"),
     in_place=st.booleans(),
     gradients=st.booleans(),
     odd=ODD_SHARES,
@@ -142,6 +142,7 @@ def test_encode(
     codec = codec_named(wire, dtype)
     parts = cut(numbers(numel, seed, dtype, odd), sizes, kinds)
     spans = spans_of(numel, edges)
+    rows = [name for name in rows if name != "fingerprint" or "reference" in rows]
     rows = ["residual"] if gradients else rows
     results = []
     for kernels, by in ((torch_kernels, 0), (native, shift)):
@@ -154,6 +155,8 @@ def test_encode(
             operands["first"] = torch.full((), NOWHERE, dtype=torch.int64)
         if "distance" in operands:
             operands["distance"] = torch.zeros((), dtype=torch.float64)
+        if "fingerprint" in operands:
+            operands["fingerprint"] = torch.zeros(1, dtype=torch.int64)
         memory, payload = guarded(sum(codec.nbytes(b - a) for a, b in spans), by)
         values = FlatTensors([shifted(part, by) for part in parts])
         kernels.encode(codec, values, spans, payload, EncodeRows(**operands, gradients=gradients))
@@ -380,6 +383,13 @@ def test_payloads_shorter_than_their_row_are_refused(native, wire):
         native.accept(short_mean, payload, 0, numel, ShardRows(row), sums)
     with pytest.raises(ValueError, match="a payload must be"):
         native.accept(mean, short, 0, numel, ShardRows(row), sums)
+
+
+def test_a_fingerprint_without_a_reference_is_refused(kernels):
+    payload = torch.zeros(12, dtype=torch.uint8)
+    rows = EncodeRows(fingerprint=torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="must be that of a reference"):
+        kernels.encode(codec_named("fp32"), FlatTensors([torch.zeros(3)]), [(0, 3)], payload, rows)
 
 
 @pytest.mark.parametrize("rows", [{}, {"residual": torch.zeros(3), "reference": torch.zeros(3)}])
