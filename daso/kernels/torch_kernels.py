@@ -91,8 +91,7 @@ def encode(
             if rows.rounding is not None or rows.distance is not None:
                 lost = torch.empty_like(piece) if rows.rounding is None else rows.rounding[a:b]
                 _write_errors(codec, piece, bytes_of, lost, rows.distance)
-    if rows.fingerprint is not None and rows.reference is not None:
-        fingerprint(rows.reference, rows.fingerprint)
+    fingerprint_reference(rows)
 
 
 def _write_errors(
@@ -239,6 +238,12 @@ def accept(
             if rows.residual is not None and rows.rounding is None:
                 apart += rows.residual[span]
             rows.shown[span].copy_(apart)
+
+
+def fingerprint_reference(rows: EncodeRows) -> None:
+    """Compute the fingerprint of the reference, if it has a place."""
+    if rows.fingerprint is not None and rows.reference is not None:
+        fingerprint(rows.reference, rows.fingerprint)
 
 
 @cache

@@ -189,8 +189,7 @@ def encode(
     )
     if sums is not None and rows.distance is not None:
         rows.distance.add_(sums.sum(dtype=torch.float64))
-    if rows.fingerprint is not None and rows.reference is not None:
-        fingerprint(rows.reference, rows.fingerprint)
+    torch_kernels.fingerprint_reference(rows)
 
 
 def reduce(
