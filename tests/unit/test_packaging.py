@@ -407,8 +407,9 @@ def test_the_workflow_runs_the_commands_that_contributors_run() -> None:
     runs = [step["run"] for step in steps() if "run" in step]
     ours = [line for line in runs if not line.startswith(PREPARES)]
     everyday = ["./scripts/check", "./scripts/test", "./scripts/package"]
-    assert ours == [*everyday, "./scripts/test", "bash .ci/run"]
-    assert set(ours) - {"bash .ci/run"} <= listed
+    audit = "pipx run pip-audit --no-deps --disable-pip --requirement constraints.txt"
+    assert ours == [*everyday, audit, "./scripts/test", "bash .ci/run"]
+    assert set(ours) - {audit, "bash .ci/run"} <= listed
     assert {"./scripts/check", "./scripts/test --all"} <= listed
     assert "\n./scripts/check\n" in text(".ci/run")
     assert "./scripts/test --all" in text(".ci/run")
