@@ -10,6 +10,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -107,29 +108,37 @@ def _step_times_of_models() -> str:
 
 
 def _ddp_hooks() -> str:
-    """Return step times of DDP's hooks and the default, and test accuracy of the CNN by seeds."""
+    """Return step times of DDP's hooks and the default, over compute only."""
     runs = {run["plan"]["model"]: run["rows"] for run in _read("ddp_hook")["runs"]}
     cnn, gpt = ({row["name"]: row["over_compute"] for row in runs[name]} for name in ("cnn", "gpt"))
-    (trained,) = _read("ddp_hook_accuracy")["runs"]
-    ends = {
-        row["name"]: [course["accuracy"][-1] for course in row["courses"]]
-        for row in trained["rows"]
+    head = ["step time over compute only", "CNN, SGD", "GPT, AdamW"]
+    names = [name for name in sorted(cnn, key=lambda name: cnn[name]) if name != "compute only"]
+    return _lines(head, ([name, _times(cnn[name]), _times(gpt[name])] for name in names))
+
+
+def _starts() -> str:
+    """Return seconds from phase to phase of the start of many ranks, and memory of a rank."""
+    head = ["ranks", "Python and torch", "`daso.init()`", "torch's optimizer", "`daso.DASO`"]
+    rows = []
+    for row in _read("start")["rows"]:
+        ends = [0.0, *row["seconds"].values()]
+        phases = [_number(b - a, 1) for a, b in pairwise(ends)][: len(head) - 1]
+        before, after = row["mebibytes"]
+        rows.append([str(row["ranks"]), *phases, f"{before:.0f}", f"{after - before:.0f}"])
+    return _lines([*head, "MiB of a rank before", "more after a step"], rows)
+
+
+def _plateau() -> str:
+    """Return step times of the paper's schedule beside the default and others."""
+    runs = _read("train_plateau")["runs"]
+    ratios = {
+        run["plan"]["link"]: {row["name"]: row["over_compute"] for row in run["rows"]}
+        for run in runs
     }
-    head = ["", "CNN, SGD", "GPT, AdamW", "CNN, % right after an epoch, mean (seeds)"]
-    return _lines(
-        head,
-        (
-            [
-                name,
-                *map(_times, (cnn[name], gpt.get(name))),
-                f"{mean(ends[name]):.2f} ({', '.join(map(_number, ends[name]))})"
-                if name in ends
-                else NONE,
-            ]
-            for name in sorted(cnn, key=lambda name: cnn[name])
-            if name != "compute only"
-        ),
-    )
+    names = [name for name in next(iter(ratios.values())) if name != "compute only"]
+    head = ["step time over compute only", *(LINKS[link] for link in ratios)]
+    rows = ([name, *(_times(ratios[link][name]) for link in ratios)] for name in names)
+    return _lines(head, rows)
 
 
 def _kernels() -> str:
@@ -393,6 +402,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-times-of-models": _step_times_of_models,
     "step-times-on-a-gpu": _step_times_on_a_gpu,
     "ddp-hooks": _ddp_hooks,
+    "plateau": _plateau,
+    "starts": _starts,
     "kernels": _kernels,
     "prioritized": _prioritized,
     "accuracy": lambda: _accuracies("accuracy"),
