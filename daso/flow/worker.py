@@ -311,7 +311,7 @@ class Worker:
             self._deliver(message)
 
     def _exchange(self) -> None:
-        """Exchange updates with the flows of other nodes; other ranks of this node continue."""
+        """Exchange weight updates with other nodes; other ranks of this node train on meanwhile."""
         if self._post is not None:
             self._post.send()  # else they would wait for this rank, which waits for other nodes
         assert self._replicas is not None

@@ -70,7 +70,7 @@ class AllReducePlan:
 
     @cached_property
     def leaves(self) -> int:
-        """Parts of a chunk after all levels."""
+        """Number of parts of a chunk after the last level of groups."""
         return prod(level.parts for level in self.levels)
 
     @property

@@ -134,7 +134,7 @@ class State:
 
     @property
     def step_gain(self) -> float:
-        """Factor of the inner optimizer's rate in the next step."""
+        """Factor of the inner optimizer's learning rate in the next step."""
         return shared_gain(self.gain, self.noise_share)
 
     @property

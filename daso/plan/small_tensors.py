@@ -59,7 +59,7 @@ class SmallTensors:
         return max(SMALL_PERIOD, math.ceil(batches)) if batches <= MAX_PERIOD else 0
 
     def are_separate(self, wait: int) -> bool:
-        """Return whether they are exchanged alone if everything takes up to ``wait`` batches."""
+        """Return whether small tensors are exchanged alone if all take ``wait`` batches."""
         return 0 < self.share * wait <= 0.8 * SMALL_WAIT and self.period > 0
 
     def are_held_back(self, wait: int) -> bool:

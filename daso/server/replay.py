@@ -150,7 +150,7 @@ class _Replay:
     # --- ranks compute -----------------------------------------------------------------------
 
     def _train(self, rank: _Rank) -> bool:
-        """Take a rank's step if the rows it read are available; return whether they were."""
+        """Replay a rank's step if the rows it read then are computed; return whether they are."""
         if rank.step >= rank.steps:
             return False
         events = rank.events.get(rank.step, ())

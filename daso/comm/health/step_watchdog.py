@@ -198,7 +198,7 @@ class StepWatchdog:
 
 
 def _text(rank: int, count: int, other: int, others_count: int, steps: int) -> str:
-    """Return the error message: counts of steps, or of averages if ``steps`` is not 0."""
+    """Return the error message: ranks differ in steps or, if ``steps`` is not 0, in averages."""
     if not steps:
         return (
             f"every rank must take the same number of steps, but rank {rank} took {count} and rank "

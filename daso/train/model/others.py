@@ -24,7 +24,7 @@ SAMPLE = 1024  # numbers of each parameter that are always compared
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Collective operations that `OtherTensors` needs.
+    """Collective operations for tensors that no optimizer trains: buffers, frozen parameters.
 
     Args:
         unlike: Returns every rank's value, or a single one if all are equal. Collective; blocking.
