@@ -129,23 +129,24 @@ class Coordinator:
         with self.metrics.watch.waiting(trace.WAIT_INTER_NODE, handle.key, of_step=of_step):
             return self.channels.engine.wait(handle)
 
-    def _run(self, work: Work[Result], *, of_step: bool = False) -> Result:
+    def run(self, work: Work[Result], *, of_step: bool = False) -> Result:
+        """Run work to its end; see `wait`."""
         return self.wait(self.channels.engine.submit(work), of_step=of_step)
 
     def gather(self, number: float, *, of_step: bool = False) -> list[float]:
         """Return every rank's number, in rank order. Collective over the world; blocking."""
-        return self._run(self.channels.gather(number), of_step=of_step)
+        return self.run(self.channels.gather(number), of_step=of_step)
 
     def extremes(self, number: float, *, of_step: bool = False) -> tuple[float, float]:
         """Return the lowest and highest of all ranks' numbers.
 
         Collective over the world; blocking.
         """
-        return self._run(self.channels.extremes(number), of_step=of_step)
+        return self.run(self.channels.extremes(number), of_step=of_step)
 
     def first(self, number: float) -> float:
         """Return world rank 0's number. Collective over the world; blocking."""
-        return self._run(self.channels.first(number))
+        return self.run(self.channels.first(number))
 
     @property
     def is_sharded(self) -> bool:
@@ -158,7 +159,7 @@ class Coordinator:
         Collective over the world; blocking.
         """
         if self.is_sharded:
-            number -= self._run(self.channels.first_of_lane(number))
+            number -= self.run(self.channels.first_of_lane(number))
         lowest, highest = self.extremes(number)
         return lowest != highest
 

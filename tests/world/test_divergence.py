@@ -1,12 +1,13 @@
 """A node whose reference differs in a single bit is named at the next exchange."""
 
+import logging
 import re
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import mlp, seeded, sgd
+from models import bits, mlp, seeded, sgd
 from training import train_batches
 
 import daso
@@ -79,6 +80,25 @@ def test_every_bit_counts(topology, bit):
             train_batches(optimizer, model, topology.rank, range(5, 5 + SKIP + WAIT))
     finally:
         optimizer.close()
+
+
+@pytest.mark.nodes((1, 1, 1), (2, 1))
+def test_nodes_that_differ_after_a_synchronous_phase_start_from_their_mean(topology, caplog):
+    """As where a program, or another kind of processor, changed parameters of a rank."""
+    model, policy = seeded(mlp)(), daso.Fixed(SKIP, WAIT, warmup=3)
+    caplog.set_level(logging.WARNING, logger="daso")
+    with daso.DASO(sgd(model), module=model, topology=topology, policy=policy) as optimizer:
+        train_batches(optimizer, model, topology.rank, range(2))
+        if topology.rank == 2:
+            with torch.no_grad():
+                model[0].weight[0, 0] += 1e-3
+        train_batches(optimizer, model, topology.rank, range(2, 14))
+        optimizer.synchronize()
+        assert topology.equal_on_all_ranks(bits(model))
+        assert optimizer.report()["exchanges"] >= 2
+    text = f"differed between ranks (rank 2 on {topology.liveness.hosts[2]} from the others)"
+    count = sum(text in record.getMessage() for record in caplog.records)
+    assert topology.world_comm.bcast(count) == 1
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)

@@ -24,6 +24,7 @@ from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.exchange import ADOPT, KEEP, Merge
 from daso.plan.layout import Layout, Piece, Span, pieces, split
 from daso.train.channels import Channels
+from daso.train.coordinator import Coordinator
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import EVEN, MergeOptions, cut_row
 from daso.train.deltas.staging import make_shard
@@ -371,3 +372,20 @@ class DeltaBuffer:
         self.rounded.clear()
         loaded, device = state["rounded"].items(), self.mean.adder.device
         self.rounded.update({start: row.to(device, copy=True) for start, row in loaded})
+
+
+def anchor_rows(rows: Sequence[DeltaBuffer], coordinator: Coordinator) -> float:
+    """Take the parameters as the reference; return their squared norm on rank 0.
+
+    Nodes whose parameters differ, because a program or another kind of processor changed them,
+    start from their mean, with a warning.
+
+    Collective over the world; blocking.
+    """
+    norms, channels, differs = [row.anchor() for row in rows], coordinator.channels, 0.0
+    if channels.world_info.lane is not None:
+        own = float(sum(value for row in rows for _, value in row.fingerprints()))
+        differs = own - coordinator.run(channels.first_of_lane(own))
+    if coordinator.extremes(differs) != (0.0, 0.0) and not coordinator.equalize():
+        norms = [row.anchor() for row in rows]
+    return coordinator.first(sum(norms))

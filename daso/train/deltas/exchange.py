@@ -17,7 +17,7 @@ from daso.plan.header import decode_culprit
 from daso.plan.schedule import Action, Measurements, State
 from daso.plan.small_tensors import SMALL_WAIT
 from daso.train.coordinator import Coordinator
-from daso.train.deltas.buffer import DeltaBuffer
+from daso.train.deltas.buffer import DeltaBuffer, anchor_rows
 from daso.train.deltas.divergence import refuse_divergence
 from daso.train.deltas.in_flight import InFlight, Outcome, Votes, carry_out, name_at, pack, unpack
 from daso.train.deltas.meter import ExchangeMeter
@@ -100,9 +100,8 @@ class DeltaExchange:
         return None
 
     def anchor(self, batch: int) -> None:
-        """Take the parameters, equal everywhere, as the reference."""
-        norms = [row.anchor() for row in self._all_rows]
-        self._meter.anchor(self.coordinator.first(sum(norms)) or 1.0)
+        """Take the parameters as the reference. Collective over the world; blocking."""
+        self._meter.anchor(anchor_rows(self._all_rows, self.coordinator) or 1.0)
         self._state = self.rules.start(batch, self._state)
 
     def rest(self) -> None:
