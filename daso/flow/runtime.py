@@ -212,9 +212,7 @@ class Runtime:
         trains: bool,
     ) -> Epoch:
         if self._closed:
-            raise ConfigError(
-                "a runtime must be open to train, but close() was called; make another"
-            )
+            raise ConfigError("a runtime must be open, but close() was called; make another")
         if trains and (problem := self._layers.changed()) is not None:
             raise ConfigError(problem)
         self._runner.check_instances(instances)

@@ -26,6 +26,8 @@ __all__ = ["TABLES", "filled", "main", "pages"]
 ROOT = Path(__file__).parents[2]
 PLACE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->\n", re.DOTALL)
 NONE = "-"
+OVER_COMPUTE = "step time over compute only"
+INNER = {"cnn": "CNN, SGD", "gpt": "GPT, AdamW"}
 KERNELS = {  # rows of the table of kernels, as they are called there
     "encode, residual": "`encode`",
     "encode, gradients": "`encode` of gradients",
@@ -85,7 +87,7 @@ def _step_times() -> str:
     """Return step time over compute only, fastest contender first."""
     ratios = step_ratios(_read("train"))
     names = sorted(ratios, key=lambda name: ratios[name])
-    head = ["step time over compute only", *LINKS.values()]
+    head = [OVER_COMPUTE, *LINKS.values()]
     return _lines(head, ([name, *map(_times, ratios[name])] for name in names))
 
 
@@ -99,21 +101,19 @@ def _front() -> str:
     return _lines(head, ([name, *map(_times, [*cnn[name], gpt.get(name)])] for name in names))
 
 
-def _step_times_of_models() -> str:
-    runs = _read("train_models")["runs"]
+def _ratios(name: str, heads: Callable[[Mapping[str, Any]], str], corner: str = "") -> str:
+    """Return step times over compute only, a column a run, in the order of the first run.
+
+    Args:
+        name: Of the file of figures.
+        heads: Returns the head of a column from a run's plan.
+        corner: Head of the names.
+    """
+    runs = _read(name)["runs"]
     ratios = [{row["name"]: row["over_compute"] for row in run["rows"]} for run in runs]
-    head = ["", *(f"{run['plan']['model']}, {run['plan']['link']}" for run in runs)]
-    names = [name for name in ratios[0] if name != "compute only"]
-    return _lines(head, ([name, *(_times(one.get(name)) for one in ratios)] for name in names))
-
-
-def _ddp_hooks() -> str:
-    """Return step times of DDP's hooks and the default, over compute only."""
-    runs = {run["plan"]["model"]: run["rows"] for run in _read("ddp_hook")["runs"]}
-    cnn, gpt = ({row["name"]: row["over_compute"] for row in runs[name]} for name in ("cnn", "gpt"))
-    head = ["step time over compute only", "CNN, SGD", "GPT, AdamW"]
-    names = [name for name in sorted(cnn, key=lambda name: cnn[name]) if name != "compute only"]
-    return _lines(head, ([name, _times(cnn[name]), _times(gpt[name])] for name in names))
+    names = [row for row in ratios[0] if row != "compute only"]
+    rows = ([row, *(_times(column.get(row)) for column in ratios)] for row in names)
+    return _lines([corner, *(heads(run["plan"]) for run in runs)], rows)
 
 
 def _starts() -> str:
@@ -126,19 +126,6 @@ def _starts() -> str:
         before, after = row["mebibytes"]
         rows.append([str(row["ranks"]), *phases, f"{before:.0f}", f"{after - before:.0f}"])
     return _lines([*head, "MiB of a rank before", "more after a step"], rows)
-
-
-def _plateau() -> str:
-    """Return step times of the paper's schedule beside the default and others."""
-    runs = _read("train_plateau")["runs"]
-    ratios = {
-        run["plan"]["link"]: {row["name"]: row["over_compute"] for row in run["rows"]}
-        for run in runs
-    }
-    names = [name for name in next(iter(ratios.values())) if name != "compute only"]
-    head = ["step time over compute only", *(LINKS[link] for link in ratios)]
-    rows = ([name, *(_times(ratios[link][name]) for link in ratios)] for name in names)
-    return _lines(head, rows)
 
 
 def _kernels() -> str:
@@ -399,10 +386,12 @@ def _figures() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "front": _front,
     "step-times": _step_times,
-    "step-times-of-models": _step_times_of_models,
+    "step-times-of-models": lambda: _ratios(
+        "train_models", lambda plan: f"{plan['model']}, {plan['link']}"
+    ),
     "step-times-on-a-gpu": _step_times_on_a_gpu,
-    "ddp-hooks": _ddp_hooks,
-    "plateau": _plateau,
+    "ddp-hooks": lambda: _ratios("ddp_hook", lambda plan: INNER[plan["model"]], OVER_COMPUTE),
+    "plateau": lambda: _ratios("train_plateau", lambda plan: LINKS[plan["link"]], OVER_COMPUTE),
     "starts": _starts,
     "kernels": _kernels,
     "prioritized": _prioritized,

@@ -329,7 +329,7 @@ class DeltaBuffer:
     def fingerprints(self) -> list[tuple[str, int]]:
         """Return the names of parameters in this rank's part, and fingerprints of their reference.
 
-        Does not communicate; for errors, since it launches a kernel for each parameter.
+        Does not communicate. It launches a kernel for each parameter, and waits for a device.
         """
         prints, out = [], torch.zeros(1, dtype=torch.int64, device=self.part.reference.device)
         for piece in pieces(self.views.layout, self.span):

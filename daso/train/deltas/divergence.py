@@ -30,8 +30,10 @@ class Divergence:
     is_known: bool
 
 
-def find_divergence(prints: Sequence[Prints], node_of: Sequence[int]) -> Divergence:
-    """Return the ranks that differ from the majority of their lane, of the first lane that differs.
+def find_divergence(prints: Sequence[Prints], node_of: Sequence[int]) -> Divergence | None:
+    """Return the ranks that differ from the majority of their lane; None if no rank differs.
+
+    Of several lanes that differ, the first counts.
 
     Args:
         prints: Fingerprints of each world rank's part of the reference.
@@ -49,7 +51,7 @@ def find_divergence(prints: Sequence[Prints], node_of: Sequence[int]) -> Diverge
             parameter = next(usual_print[0] for usual_print, other in pairs if usual_print != other)
             is_known = 2 * count > len(ranks)
             return Divergence(tuple(others if is_known else ranks), parameter, is_known)
-    raise AssertionError("the references of all nodes are equal")
+    return None
 
 
 def refuse_divergence(coordinator: Coordinator, rows: Sequence[DeltaBuffer]) -> None:
@@ -67,6 +69,12 @@ def refuse_divergence(coordinator: Coordinator, rows: Sequence[DeltaBuffer]) -> 
     prints = [pair for row in rows for pair in row.fingerprints()]
     node_of, hosts = topology.rank_info.node_of, topology.liveness.hosts
     divergence = find_divergence(gather(topology, prints, limit), node_of)
+    if divergence is None:
+        raise DivergenceError(
+            "all nodes must hold the same reference, but fingerprints differed in one exchange, "
+            "and are equal now; a processor or memory computed wrongly once: test all hosts, and "
+            "resume from the last checkpoint"
+        )
     named = ", ".join(f"rank {rank} on host {hosts[rank]}" for rank in divergence.ranks)
     problem = (
         f"all nodes must hold the same reference, but that of {named} "
@@ -74,8 +82,8 @@ def refuse_divergence(coordinator: Coordinator, rows: Sequence[DeltaBuffer]) -> 
         f"first in {divergence.parameter}"
     )
     nodes = {node_of[rank] for rank in divergence.ranks}
-    goes_on = topology.is_elastic and divergence.is_known
-    if goes_on and topology.rank_info.node not in nodes:
+    continues = topology.is_elastic and divergence.is_known
+    if continues and topology.rank_info.node not in nodes:
         first = min(rank for rank, node in enumerate(node_of) if node not in nodes)
         if topology.rank == first:
             logger.warning("%s; training continues without these nodes", problem)
