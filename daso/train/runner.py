@@ -107,8 +107,8 @@ class ScheduleRunner:
             return
         self._stretch = stretch()  # from the second step on: the first one includes the setup
         try:
-            self._start(parts, actions)
             self.owner.notify_watcher(parts)
+            self._start(parts, actions)
         except BaseException:  # the next wrap frees the communicators
             parts.unhook()
             raise

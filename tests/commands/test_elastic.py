@@ -236,6 +236,14 @@ def test_a_soak_sees_a_broken_promise(change, problem) -> None:
     assert found is None if problem is None else problem in found
     assert "did not come" in soak.broken_promise(job, 0, {0: well}, "")
     assert "exit code 1" in soak.broken_promise(job, 1, {}, "")
+    assert soak.broken_promise(job, 1, {}, soak.TOO_EARLY) is None
+    assert "trained on" in soak.broken_promise(job, 1, {2: well}, soak.TOO_EARLY)
+
+
+@pytest.mark.parametrize("event", ["exchange 1", "wait for nodes 1"])  # inside `DASO(...)`
+def test_a_rank_lost_while_others_wrap_is_survived(python, event) -> None:
+    outcome = soak.run(python, soak.Job((1, 1, 1), 0, "Fixed(4, 2)", 2, f"kill rank 1 at {event}"))
+    assert (outcome.problem, outcome.struck, outcome.world) == (None, True, 2)
 
 
 def test_a_training_goes_on_where_the_rank_that_reports_is_killed(python, tmp_path) -> None:

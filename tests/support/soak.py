@@ -26,6 +26,7 @@ from daso.cli.train.report import versions
 EVENTS = ("step", "send", "merge", "exchange", "messages", "wait for nodes", "wait in node")
 POLICIES = ("Fixed(1, 0)", "Fixed(2, 1)", "Fixed(3, 0)", "Fixed(4, 2)", "Auto()")
 LAST_STOP_SECONDS = 3.0  # how long a rank may stand still
+TOO_EARLY = "ranks were about to wrap an optimizer; start the job again"  # refused by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ def broken_promise(job: Job, code: int, results: dict[int, dict], said: str) -> 
     whole = set(range(len(job.node_sizes))) - {job.node_of(rank) for rank in met}
     if not whole:  # a spare may have taken over in time
         return None if code or results else "no node was whole, and the job ended well"
+    if code and TOO_EARLY in said:
+        return f"ranks {sorted(results)} trained on" if results else None
     if code:
         return f"nodes {sorted(whole)} were whole, and the job ended with exit code {code}"
     should = {rank for rank in range(sum(job.node_sizes)) if job.node_of(rank) in whole}

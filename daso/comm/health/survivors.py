@@ -69,13 +69,13 @@ def losses_named(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except DasoError:
-        raise
     except Exception as error:
-        if not survives_lost_ranks() or not is_loss(error):
+        # A `DasoError` is a remedy of its own, unless it only passes an error of MPI on.
+        loss = error.__cause__ if isinstance(error, DasoError) else error
+        if not survives_lost_ranks() or not is_loss(loss):
             raise
         raise ExchangeError(
-            f"a job survives a lost rank from its first step on, but a rank was lost while "
+            f"a job survives a lost rank once ranks have wrapped their optimizer, but a rank was lost while "
             f"ranks were about to {what}; start the job again"
         ) from error
 

@@ -191,7 +191,7 @@ class DeltaShard(ReduceBuffer):
 
     def _open(self, codec: Codec, spans: Spans, *, keeps: bool) -> None:
         """Allocate memory for the payload of an exchange."""
-        self._checks[0] = NOWHERE
+        self._checks[:1].fill_(NOWHERE)
         self._sums.zero_()
         self.keeps_local, self.rounding_error = keeps and not self.options.eager, None
         self.is_lossy = not codec.exact

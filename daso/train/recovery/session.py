@@ -84,8 +84,12 @@ class ElasticSession(Watcher):
 
     def open(self) -> None:
         """Open the session, except on a spare; see `Session.open`."""
-        if not self._survivor.open_spare():
+        if self._survivor.open_spare():
+            return
+        try:
             self._session.open()
+        except Exception as error:
+            self._survivor.go_on(error, self.schedule)
 
     def opened(self, parts: Parts) -> None:
         """Survive lost ranks from now on, or log the reason why not."""

@@ -701,7 +701,8 @@ def test_costs_are_measured_along_every_axis_that_is_named(grows):
     for row in parameters["rows"] + ranks["rows"]:
         assert row["exchange_cpu_ms"] > 0
         assert row["exposed_ms"] > 0  # there is no compute to hide behind
-    assert text == "".join(growth.table(run) + "\n\n" for run in found["runs"])
+    tables = "".join(growth.table(run) + "\n\n" for run in found["runs"])
+    assert text == f"{tables}{folder / 'growth.png'}: a picture of the results\n"
     assert (folder / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
