@@ -59,7 +59,7 @@ class Kernels(Protocol):
         ...
 
     def fingerprint(self, row: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute a checksum of the bits of a row."""
+        """Compute a checksum of the bits of a row, or of a payload."""
         ...
 
     def mean_rows(
@@ -139,7 +139,8 @@ def _choose(device: str) -> Choice:
         if name == best:  # DASO_KERNELS may also name kernels of another device
             raise ConfigError(
                 f"DASO_KERNELS must name kernels that run here, but {name!r} does not: {why}; "
-                f"unset it or set it to torch"
+                f"unset it or set it to torch",
+                code="kernels-do-not-run",
             ) from error
         return Choice(fallback, f"{fallback.NAME} ({why})", is_fallback=True)
     chosen = cast("Kernels", triton_kernels)

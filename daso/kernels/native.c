@@ -140,12 +140,16 @@ static inline uint32_t words_sum(const u32 *words, int64_t count, int64_t at)
     return sum;
 }
 
-uint32_t daso_fingerprint(int64_t count, const u32 *words)
+/* Bytes after the last whole word count as a word whose other bytes are zero. */
+uint32_t daso_fingerprint(int64_t nbytes, const uint8_t *bytes)
 {
-    uint32_t sum = 0;
+    const int64_t count = nbytes / 4;
+    const u32 *words = (const u32 *)bytes;
+    uint32_t sum = 0, last = 0;
     for (int64_t at = 0; at < count; at += PLACES)
         sum += words_sum(words + at, least(PLACES, count - at), at);
-    return sum;
+    memcpy(&last, bytes + 4 * count, (size_t)(nbytes - 4 * count));
+    return sum + words_sum(&last, 1, count);
 }
 
 #define ROW float

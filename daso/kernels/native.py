@@ -231,7 +231,7 @@ class NativeKernels:
     def fingerprint(self, row: torch.Tensor, out: torch.Tensor) -> None:
         """Compute a checksum; see `daso.kernels.torch_kernels.fingerprint`."""
         _check_rows(row.dtype, row.numel(), row)
-        out.fill_(self._fingerprint(row.nbytes // 4, row.data_ptr()))
+        out.fill_(self._fingerprint(row.nbytes, row.data_ptr()))
 
     def mean_rows(
         self,

@@ -259,9 +259,11 @@ def fingerprint(row: torch.Tensor, out: torch.Tensor) -> None:
     sums are exact in any order.
 
     Args:
-        row: Numbers (numel), fp32 or fp64.
+        row: Numbers (numel), fp32 or fp64; or bytes, with zeros up to the next whole word.
         out: Receives the fingerprint (1,), int64.
     """
+    if row.dtype == torch.uint8:
+        row = torch.nn.functional.pad(row, (0, -row.numel() % 4))
     words = row.view(torch.int32)
     factors = _factors(row.device)
     out.zero_()

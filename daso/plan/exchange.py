@@ -39,6 +39,7 @@ DROPS_AT_MOST = 2  # without two good exchanges in a row between them
 MOST_DRIFT = 0.1  # relative distance made while waiting, above which auto contracts
 # Units of a tally: of sizes of parameters, and of what steps change, a few millionths of these.
 SIZES, STEPS = 2.0**30, 2.0**36
+CHECKSUMS = 2**32  # of messages; a sum over 2048 ranks is exact, too
 MOST_SHARES = 2.0**42  # of one rank: 2048 ranks' sum is exact
 
 
@@ -65,6 +66,7 @@ class Tally:
     distance: float = 0.0  # squared, of this rank's part from the mean of all nodes; in `STEPS`
     norm: float = 0.0  # squared, of this rank's part of the reference; in `SIZES`
     moved: float = 0.0  # squared length of this rank's part of the mean delta; in `STEPS`
+    unmatched: float = 0.0  # checksums of payloads, sent minus received, modulo `CHECKSUMS`
 
     @classmethod
     def measured(cls, distance: float, norm: float, moved: float, size: float) -> "Tally":
@@ -85,7 +87,12 @@ class Tally:
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""
-        return [self.distance, self.norm, self.moved]
+        return [self.distance, self.norm, self.moved, self.unmatched]
+
+    @property
+    def payloads_arrived(self) -> bool:
+        """Whether the payloads of all ranks arrived as they were sent; for a sum over all ranks."""
+        return self.unmatched % CHECKSUMS == 0
 
     def drift(self, *, nodes: int, batches: int) -> float:
         """Return the mean square drift of one batch, relative to the reference's norm.

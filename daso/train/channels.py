@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from daso.comm.allreduce.direct import DeterministicAllReduce, deterministic_allreduce, iallreduce
+from daso.comm.allreduce.message_sums import MessageSums
 from daso.comm.allreduce.ordered import DeviceContext, window
 from daso.comm.engine import Engine, Work
 from daso.comm.health.step_watchdog import StepWatchdog
@@ -122,6 +123,8 @@ class Channels:
         self.abreast = len(comms.slots)
         self.missing = self._liveness.missing
         self._kernels = kernels_for(CPU)
+        # Of exchanges of deltas; two nodes compute the mean twice, and differ after a change.
+        self.message_sums = MessageSums() if self.rank_info.nodes > 2 else None
         self.engine = self._start_engine()
         # The best plan for the links, and the cost of messages; None if not measured.
         self.route: AllReducePlan | None = None
@@ -218,9 +221,12 @@ class Channels:
     ) -> DeterministicAllReduce:
         """Return an all-reduce over this rank's lane that weights each node by its ranks."""
         weights = node_weights(self.rank_info.node_sizes)
-        return deterministic_allreduce(
+        mean = deterministic_allreduce(
             self.comms.lane, codec, weights, sum(weights), rounded, where, plan=plan
         )
+        if self.message_sums is not None:
+            mean.count_messages(self.message_sums)
+        return mean
 
     def compressor(
         self, wire: str, node: NodeTransport, device: torch.device

@@ -86,7 +86,8 @@ class Session:
         if topology.reserve is not None and not setup.settings.exchange.elastic:
             raise ConfigError(
                 "spare ranks need exchange=daso.Exchange(elastic=True), but this optimizer was "
-                "wrapped without it; pass it, or leave --spares out"
+                "wrapped without it; pass it, or leave --spares out",
+                code="spares-need-elastic-exchange",
             )
         if topology.world_size == 1:
             return
@@ -105,8 +106,8 @@ class Session:
         logger.info("%d ranks on %d nodes; chosen: %s", ranks, nodes, self._choices())
         if nodes == 1:
             logger.warning(
-                "%d ranks on 1 node: gradients are averaged at every batch, and nothing will cross "
-                "between nodes",
+                "%d ranks on 1 node: gradients are averaged at every batch, and exchanges between "
+                "nodes do not take place",
                 ranks,
             )
 
@@ -187,7 +188,8 @@ class Session:
         if over:
             raise ConfigError(
                 f"an optimizer must be open to train and to synchronize, but this one {over}; wrap "
-                f"the inner optimizer again"
+                f"the inner optimizer again",
+                code="optimizer-is-closed",
             )
 
     def end(self) -> None:

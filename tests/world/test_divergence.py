@@ -11,7 +11,9 @@ from models import bits, mlp, seeded, sgd
 from training import train_batches
 
 import daso
+from daso.comm.allreduce.message_sums import MessageSums, find_damage
 from daso.errors import DivergenceError
+from daso.plan.exchange import Tally
 from daso.train.deltas.divergence import find_divergence
 
 SKIP, WAIT = 4, 1
@@ -120,3 +122,84 @@ def test_those_that_differ_from_most_are_named(sizes, data):
     assert result.is_known == (2 * len(few) < len(sizes))
     named = few if result.is_known else range(len(sizes))
     assert result.ranks == tuple(firsts[node] for node in sorted(named))
+
+
+def damage(optimizer, peer, bit):
+    """Flip a bit of the next payload from a peer when it has arrived, before it is added."""
+    sums = optimizer._session.runner.parts.channels.message_sums
+    count = sums.receive
+
+    def receive(sender, payload, index):
+        if sender == peer and sums.receive is receive:
+            sums.receive = count
+            payload[bit // 8 % payload.numel()] ^= 1 << bit % 8
+        count(sender, payload, index)
+
+    sums.receive = receive
+
+
+DAMAGED = {
+    "direct": ({"algorithm": "direct"}, "fp32", 2),
+    "narrow": ({"algorithm": "direct"}, "int4", 0),
+    "sparse": ({"algorithm": "direct"}, "topk", 0),
+    "fragments": ({"fragments": 2}, "int8", 2),
+    "two levels": ({"algorithm": "two-level"}, "fp32", None),
+    "halving": ({"algorithm": "halving"}, "int4", None),
+    "ring": ({"algorithm": "ring"}, "fp32", 0),
+}
+
+
+@pytest.mark.nodes((1, 1, 1), (2, 2, 1, 1))
+@pytest.mark.parametrize("case", DAMAGED)
+@pytest.mark.parametrize("bit", [0, 29])
+def test_a_payload_that_changes_on_its_way_is_detected_at_the_next_exchange(
+    topology, rank_info, case, bit
+):
+    """All nodes would add it, and hold the same wrong bits."""
+    exchange, wire, sender = DAMAGED[case]
+    model, policy, receiver = seeded(mlp)(), daso.Fixed(SKIP, WAIT), 1
+    optimizer = daso.DASO(
+        sgd(model),
+        module=model,
+        topology=topology,
+        policy=policy,
+        wire=wire,
+        exchange=daso.Exchange(chunk_bytes=1 << 12, **exchange),
+    )
+    fragments = exchange.get("fragments", 1)
+    try:
+        train_batches(optimizer, model, topology.rank, range(9))
+        if rank_info.node == receiver and rank_info.lane == 0:
+            sums = optimizer._session.runner.parts.channels.message_sums
+            peers = list(sums.of_peers.received)
+            assert sender is None or sender in peers
+            damage(optimizer, peers[0] if sender is None else sender, bit)
+        with pytest.raises(DivergenceError) as caught:
+            train_batches(optimizer, model, topology.rank, range(9, 9 + 2 * fragments * SKIP + 2))
+    finally:
+        optimizer.close()
+    assert f"and rank {rank_info.node_of.index(receiver)} on host" in str(caught.value)
+    if sender is not None:
+        assert f"between rank {rank_info.node_of.index(sender)} on host" in str(caught.value)
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(st.integers(3, 6), st.data())
+def test_the_sender_and_the_receiver_of_a_changed_payload_are_found(size, data):
+    sums = [MessageSums() for _ in range(size)]
+    payloads = {
+        (sender, receiver): torch.randint(0, 256, (37,), dtype=torch.uint8)
+        for sender in range(size)
+        for receiver in range(size)
+        if sender != receiver
+    }
+    struck = data.draw(st.sampled_from([None, *payloads]))
+    for (sender, receiver), payload in payloads.items():
+        for index in range(2):
+            sums[sender].send(receiver, payload, index)
+            if (sender, receiver) == struck and index == 1:
+                payload[data.draw(st.integers(0, 36))] ^= 1 << data.draw(st.integers(0, 7))
+            sums[receiver].receive(sender, payload, index)
+    assert find_damage([each.of_peers for each in sums]) == struck
+    total = Tally(unmatched=float(sum(each.balance() for each in sums)))
+    assert total.payloads_arrived == (struck is None)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from daso.cli.bench.names import WIRES
 from daso.cli.bench.rounds import sent_bytes, take_turns
 from daso.comm.allreduce.direct import deterministic_allreduce
+from daso.comm.allreduce.message_sums import MessageSums
 from daso.comm.control import barrier, gather
 from daso.comm.engine import Engine
 from daso.comm.link_probe import link_rates
@@ -144,6 +145,7 @@ def _ordered(
         plan = plan_routes(engine.run(link_rates(comm, comm, comm.Get_rank(), size)))
     chunks = plan.chunks(numel, message_numel(codec, Exchange().chunk_bytes))
     exchange = deterministic_allreduce(comm, codec, [1] * size, size, {}, plan=plan)
+    exchange.count_messages(MessageSums())  # as in training
     if codec.exact:
         row = Row(torch.ones(numel))
 
@@ -202,6 +204,7 @@ def core_seconds(
     chunks = plan.chunks(numel, message_numel(codec, Exchange().chunk_bytes))
     spans = [span for parts in chunks for span in parts]
     exchange = deterministic_allreduce(comm, codec, [1] * size, size, {}, plan=plan)
+    exchange.count_messages(MessageSums())  # as in training
     generator = torch.Generator().manual_seed(comm.Get_rank())
     params = torch.randn(numel, generator=generator)
     part, values = DeltaShard(torch.zeros(numel), MergeOptions()), FlatTensors([params])

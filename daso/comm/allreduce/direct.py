@@ -146,6 +146,7 @@ class ReduceScatterAllGather(OrderedAllReduce):
             yield from self._wait_computed()
 
         def finish(index: int) -> Waits:
+            self._count_received(chunks[index], index)
             yield from self._copy_in(*self._rows("receive", chunks[index], index))
             with self._side_stream():
                 self._add(source, chunks[index], index)
@@ -191,10 +192,23 @@ class ReduceScatterAllGather(OrderedAllReduce):
         self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int
     ) -> "list[MPI.Request]":
         """Start sending each peer its part of a chunk."""
+        outgoing = self._outgoing(source, parts)
+        if self._sums is not None:
+            for peer in peer_order(self.comm.Get_rank(), len(parts)):
+                self._sums.send(peer, outgoing[peer], index)
+        return self._swap(outgoing, self._incoming(parts, index), tag=SCATTER)
+
+    def _incoming(self, parts: Sequence[tuple[int, int]], index: int) -> Sequence[torch.Tensor]:
+        """Return memory for the payloads of all ranks of this rank's part, for MPI."""
         own_nbytes = self._sizes(parts)[self.comm.Get_rank()]
         arriving, _ = self._rows("receive", parts, index)
-        incoming = torch.split(arriving, [own_nbytes] * len(parts))
-        return self._swap(self._outgoing(source, parts), incoming, tag=SCATTER)
+        return torch.split(arriving, [own_nbytes] * len(parts))
+
+    def _count_received(self, parts: Sequence[tuple[int, int]], index: int) -> None:
+        if self._sums is not None:
+            incoming = self._incoming(parts, index)
+            for peer in peer_order(self.comm.Get_rank(), len(parts)):
+                self._sums.receive(peer, incoming[peer], index)
 
     def _rows(
         self, name: str, parts: Sequence[tuple[int, int]], index: int

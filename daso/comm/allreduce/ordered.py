@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from daso import trace
+from daso.comm.allreduce.message_sums import MessageSums
 from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.mpi import load
 from daso.comm.reduction import (
@@ -125,7 +126,8 @@ class ExchangeMemory:
         self.codec, self.where, self._poll = codec, where, poll
         self._copies: DeviceStaging | None = None if where is None else where.copies
         self._staged = where is not None and where.staged
-        self.buffer = byte_buffer if where is None or where.staged else device_buffer
+        self._mpi_is_on_host = where is None or where.staged
+        self.buffer = byte_buffer if self._mpi_is_on_host else device_buffer
         self.device = CPU if where is None else where.device
         self.local_buffers = BufferPool(chunks, self.device)
         # Memory that MPI reads and writes: the same, or pinned host memory.
@@ -201,9 +203,14 @@ class OrderedAllReduce(ExchangeMemory):
     ) -> None:
         super().__init__(codec, window(len(weights)), where, lambda: comm.Iprobe(tag=PROBE_TAG))
         self.comm, self.test = comm, load().Request.Testall
+        self._sums: MessageSums | None = None
         self.adder = make_weighted_mean(
             codec, weights, total, rounded, where, of_gradients=of_gradients
         )
+
+    def count_messages(self, sums: MessageSums) -> None:
+        """Count the payloads that another rank adds, if MPI reads host memory."""
+        self._sums = sums if self._mpi_is_on_host else None
 
 
 class PairwiseExchange(OrderedAllReduce):

@@ -9,6 +9,7 @@ import torch
 
 from daso import trace
 from daso.comm.allreduce.levels import WINDOW, MultiLevelMean, Transfers
+from daso.comm.allreduce.message_sums import MessageSums
 from daso.comm.allreduce.ordered import DeviceContext, Requests, Waits, make_weighted_mean
 from daso.comm.device.staging import Arrived
 from daso.comm.engine import NestedWork
@@ -51,6 +52,8 @@ class MultiLevelAllReduce:
         of_gradients: bool = False,
     ) -> None:
         self.comm, self.codec, self.where = comm, codec, where
+        self._sums: MessageSums | None = None
+        self._levels = len(plan.levels)  # their phases carry sums, later ones means
         self.adder = make_weighted_mean(
             codec, weights, total, rounded, where, of_gradients=of_gradients
         )
@@ -59,6 +62,10 @@ class MultiLevelAllReduce:
         self._means = MultiLevelMean(plan, rank, self.adder, where, comm)
         self.mpi_buffers = self._means.mpi_buffers
         self._nbytes = 0
+
+    def count_messages(self, sums: MessageSums) -> None:
+        """Count the payloads that another rank adds, if MPI reads host memory."""
+        self._sums = sums if self.where is None or self.where.staged else None
 
     def run(self, source: ReduceBuffer, chunks: Chunks) -> Requests:
         """Replace a buffer by the mean; return the bytes sent.
@@ -98,8 +105,15 @@ class MultiLevelAllReduce:
                 yield step
                 continue
             start = time.perf_counter()
+            sums = self._sums if step.phase < self._levels else None
+            if sums is not None:
+                for peer, payload in step.sends:
+                    sums.send(peer, payload, index)
             yield self._start(step, FIRST_TAG + PHASES * (index % TAGS) + step.phase)
             trace.record(trace.MESSAGES, start, key=index)
+            if sums is not None:
+                for peer, payload in step.receives:
+                    sums.receive(peer, payload, index)
 
     def _start(self, step: Transfers, tag: int) -> "list[MPI.Request]":
         buffer = self._means.buffer

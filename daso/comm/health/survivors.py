@@ -75,8 +75,9 @@ def losses_named(what: str) -> Iterator[None]:
         if not survives_lost_ranks() or not is_loss(loss):
             raise
         raise ExchangeError(
-            f"a job survives a lost rank once ranks have wrapped their optimizer, but a rank was lost while "
-            f"ranks were about to {what}; start the job again"
+            f"a job survives a lost rank once ranks have wrapped their optimizer, but a rank was "
+            f"lost while ranks were about to {what}; start the job again",
+            code="rank-lost-too-early",
         ) from error
 
 
@@ -187,7 +188,8 @@ def _next_world(survivors: "MPI.Comm", topology: Topology, member: Member) -> _N
     if not chosen:
         raise ExchangeError(
             "training continues without a lost rank's node if another node is complete, but none "
-            "is; start again from a checkpoint"
+            "is; start again from a checkpoint",
+            code="no-whole-node",
         )
     former = [NEW if members[place].node[0] else members[place].rank for place in chosen]
     if reserve is not None:

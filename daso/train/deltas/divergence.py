@@ -1,12 +1,14 @@
-"""Names the nodes whose reference differs from that of the others: something computed wrongly."""
+"""Names nodes whose reference differs from the others, and payloads that changed on their way."""
 
 import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from daso.comm.allreduce.message_sums import by_lane, find_damage
 from daso.comm.control import gather
 from daso.errors import DivergenceError
+from daso.plan.exchange import Tally
 from daso.train.coordinator import Coordinator
 from daso.train.deltas.buffer import DeltaBuffer
 
@@ -54,17 +56,21 @@ def find_divergence(prints: Sequence[Prints], node_of: Sequence[int]) -> Diverge
     return None
 
 
-def refuse_divergence(coordinator: Coordinator, rows: Sequence[DeltaBuffer]) -> None:
+def refuse_divergence(coordinator: Coordinator, rows: Sequence[DeltaBuffer], tally: Tally) -> None:
     """Raise an error that names the ranks whose reference differs from that of most nodes.
 
-    In an elastic job only their nodes raise it, if they are known: the others continue.
+    In an elastic job only their nodes raise it, if they are known: the others continue. If a
+    payload changed on its way, all ranks raise an error that names its sender and receiver.
 
     Args:
         coordinator: Of all ranks.
         rows: All rows of the model.
+        tally: Of the exchange before, summed over all ranks.
 
     Collective over the world; blocking.
     """
+    if not tally.payloads_arrived:
+        _refuse_damage(coordinator)
     topology, limit = coordinator.topology, coordinator.channels.settings.exchange.timeout_seconds
     prints = [pair for row in rows for pair in row.fingerprints()]
     node_of, hosts = topology.rank_info.node_of, topology.liveness.hosts
@@ -73,7 +79,8 @@ def refuse_divergence(coordinator: Coordinator, rows: Sequence[DeltaBuffer]) -> 
         raise DivergenceError(
             "all nodes must hold the same reference, but fingerprints differed in one exchange, "
             "and are equal now; a processor or memory computed wrongly once: test all hosts, and "
-            "resume from the last checkpoint"
+            "resume from the last checkpoint",
+            code="reference-differed-once",
         )
     named = ", ".join(f"rank {rank} on host {hosts[rank]}" for rank in divergence.ranks)
     problem = (
@@ -90,5 +97,29 @@ def refuse_divergence(coordinator: Coordinator, rows: Sequence[DeltaBuffer]) -> 
         return
     raise DivergenceError(
         f"{problem}; a processor, memory or kernel there computed wrongly: test these hosts, and "
-        f"resume from the last checkpoint without them"
+        f"resume from the last checkpoint without them",
+        code="reference-differs",
+    )
+
+
+def _refuse_damage(coordinator: Coordinator) -> None:
+    """Raise an error that names the ranks between which a payload changed. Collective; blocking."""
+    topology, limit = coordinator.topology, coordinator.channels.settings.exchange.timeout_seconds
+    message_sums = coordinator.channels.message_sums
+    assert message_sums is not None, "nothing is counted between two nodes"
+    sums = gather(topology, message_sums.of_peers, limit)
+    hosts, place = topology.liveness.hosts, "between two ranks"
+    for ranks, own_sums in by_lane(sums, topology.rank_info.node_of).items():
+        damage = find_damage(own_sums)
+        if damage is not None:
+            sender, receiver = (ranks[node] for node in damage)
+            place = (
+                f"between rank {sender} on host {hosts[sender]} and rank {receiver} on host "
+                f"{hosts[receiver]}"
+            )
+            break
+    raise DivergenceError(
+        f"payloads must arrive as they were sent, but one changed {place}; memory or the network "
+        f"there changes data: test both hosts, and resume from the last checkpoint",
+        code="payload-changed",
     )

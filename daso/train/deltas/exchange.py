@@ -153,7 +153,7 @@ class DeltaExchange:
             self._all_rows,
             rows,
             header,
-            tally=None if small else self._meter.local.measured,
+            tally=None if small else self._meter.tally(),
             size=self._meter.local.size,
         )
         number = self.metrics.send()
@@ -187,11 +187,10 @@ class DeltaExchange:
         self._flight, begun = None, time.perf_counter()
         outcome = self.coordinator.wait(flight.handle)
         exposed_seconds = time.perf_counter() - begun
-        seconds = flight.handle.seconds - outcome.made_seconds
         self.metrics.global_bytes_sent += outcome.nbytes
         outcome.header.check_aligned()
-        if not outcome.header.same_references:
-            refuse_divergence(self.coordinator, self._all_rows)
+        if not (outcome.header.same_references and outcome.tally.payloads_arrived):
+            refuse_divergence(self.coordinator, self._all_rows, outcome.tally)
             self._discard(flight)
             self._turn_back(flight)
             return None
@@ -207,6 +206,7 @@ class DeltaExchange:
             self.restart_due = True
             self._turn_back(flight)
             return None
+        seconds = flight.handle.seconds - outcome.made_seconds
         self.metrics.note(exchange_seconds=seconds)
         measurements = self._learn(flight, outcome)
         rule, own_seconds = self._merge(flight, batch, outcome.nbytes, settles=settles)
@@ -223,8 +223,7 @@ class DeltaExchange:
             **asdict(measurements) | {"own_seconds": own_seconds},
             **asdict(rule),
         )
-        follows, before = self.channels.plans_follow_links, measurements.exchange_seconds
-        if follows and self._meter.link_changed(flight.sent, before):
+        if self.channels.plans_follow_links and self._meter.link_changed(flight.sent, measurements):
             self._plan_again(flight)
         return measurements
 

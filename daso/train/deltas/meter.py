@@ -19,6 +19,7 @@ import torch
 from daso.plan.exchange import Sent, Tally
 from daso.plan.header import Header, slow_rank
 from daso.plan.routes import has_changed
+from daso.plan.schedule import Measurements
 from daso.train.coordinator import Coordinator
 from daso.train.model.changes import GradientScaleMeter
 
@@ -181,7 +182,7 @@ class ExchangeMeter:
     ) -> None:
         self._inner, self._metrics = coordinator.trained.inner, coordinator.metrics
         self._rank_info, self.clipping = coordinator.topology.rank_info, clipping
-        self._digest = digest
+        self._digest, self._message_sums = digest, coordinator.channels.message_sums
         ranks, threads = self._rank_info.local_size, torch.get_num_threads()
         cores: Literal["spare", "shared"] = "spare" if spare_cores(ranks, threads) else "shared"
         on_host = coordinator.trained.device.type == "cpu"
@@ -210,6 +211,12 @@ class ExchangeMeter:
             values["minus_exchange_seconds"] = -self._metrics.recent.exchange_seconds
         header = Header.of(self._digest, batch, self._inner.param_groups)
         return replace(header, **values)
+
+    def tally(self) -> Tally:
+        """Return this rank's part of the tally of the last exchange."""
+        if self._message_sums is None:
+            return self.local.measured
+        return replace(self.local.measured, unmatched=float(self._message_sums.balance()))
 
     def _small_seconds(self) -> dict[str, float]:
         """Return the seconds of exchanges of small tensors since the last header."""
@@ -248,18 +255,18 @@ class ExchangeMeter:
         else:
             self.contention.begin(during_training=during_training)
 
-    def link_changed(self, sent: Sent, seconds: float) -> bool:
+    def link_changed(self, sent: Sent, agreed: Measurements) -> bool:
         """Return whether exchanges of one kind take longer or shorter than they did.
 
         Args:
             sent: The exchange that was merged last.
-            seconds: Of the exchange before it, which all ranks agreed on.
+            agreed: Measurements of the exchange before it, which all ranks agreed on.
         """
         local = self.local
         kind, local.kind = local.kind, f"{sent.wire} {sent.fragment}"
         if not kind:
             return False
-        local.lately[kind] = [*local.lately.get(kind, ()), seconds][-REMEMBERED:]
+        local.lately[kind] = [*local.lately.get(kind, ()), agreed.exchange_seconds][-REMEMBERED:]
         if not has_changed(local.lately[kind]):
             return False
         local.lately, local.kind = {}, ""

@@ -24,12 +24,14 @@ def build_optimizer(name: str, make: Callable[[Any], Any], params: Any) -> torch
     except Exception as error:
         raise ConfigError(
             f"{name} must make an optimizer from a list of parameters, but {summarize(error)}; "
-            f"pass a function such as lambda p: torch.optim.SGD(p, lr=0.7)"
+            f"pass a function such as lambda p: torch.optim.SGD(p, lr=0.7)",
+            code="outer-factory-failed",
         ) from error
     if not all(hasattr(optimizer, attribute) for attribute in ("param_groups", "state", "step")):
         raise ConfigError(
             f"{name} must make an optimizer from a list of parameters, but it made "
-            f"{format_value(optimizer)}; pass a function such as lambda p: torch.optim.SGD(p, 0.7)"
+            f"{format_value(optimizer)}; pass a function such as lambda p: torch.optim.SGD(p, 0.7)",
+            code="outer-not-an-optimizer",
         )
     return optimizer  # type: ignore[no-any-return]
 

@@ -261,14 +261,18 @@ def test_mean_rows(native, *, kind, numel, count, divisor, spread, in_place, shi
     seed=SEEDS,
 )
 def test_fingerprint(native, *, dtype, numel, at, bit, shift, seed):
-    row, out = numbers(numel, seed, dtype), torch.zeros(3, dtype=torch.int64)
+    row, out = numbers(numel, seed, dtype), torch.zeros(4, dtype=torch.int64)
     torch_kernels.fingerprint(row, out[:1])
     native.fingerprint(shifted(row, shift), out[1:2])
+    payload = row.view(torch.uint8)[: row.nbytes - 1 - bit % 8]
+    torch_kernels.fingerprint(payload, out[2:3])
+    native.fingerprint(shifted(payload, shift), out[3:])
+    assert out[2] == out[3]
     words = row.view(torch.int32)
     place = int(at * words.numel())
     total = (words.long() * (2 * (torch.arange(words.numel()) % (1 << 16)) + 1)).sum()
     words[place] ^= (1 << bit) - (bit == 31) * (1 << 32)
-    native.fingerprint(row, out[2:])
+    native.fingerprint(row, out[2:3])
     assert out[0] == out[1] == total % (1 << 32)
     assert out[2] != out[0]
 

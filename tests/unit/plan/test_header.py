@@ -216,7 +216,7 @@ MOST = 2.0**42  # of one rank
 
 def summed(shares):
     """What an elementwise sum over the world leaves, added in the order given."""
-    total = [0.0, 0.0, 0.0]
+    total = [0.0] * Tally.width()
     for share in shares:
         total = [a + b for a, b in zip(total, share.encode(), strict=True)]
     return Tally(*total)
@@ -243,11 +243,11 @@ def test_a_share_is_a_whole_number_from_0_to_the_most(share, size):
 
 def test_shares_saturate_so_that_the_sum_of_2048_ranks_is_exact():
     share = Tally.measured(1e300, math.inf, 1e300, 1e-300)
-    assert share.encode() == [MOST] * 3
+    assert share.encode() == [MOST] * 3 + [0.0]
     one = Tally(distance=1.0, norm=1.0, moved=1.0)
     for ranks in ([share] * 2047 + [one], [one] + [share] * 2047):
-        assert summed(ranks).encode() == [2047 * 2**42 + 1] * 3
-    assert summed([share] * 2048).encode() == [2**53] * 3
+        assert summed(ranks).encode() == [2047 * 2**42 + 1] * 3 + [0.0]
+    assert summed([share] * 2048).encode() == [2**53] * 3 + [0.0]
 
 
 @pytest.mark.parametrize("value", [math.nan, -1.0, -math.inf])
