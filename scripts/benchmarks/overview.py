@@ -12,10 +12,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["LINKS", "draw_overview", "gaps_of_default", "main", "read_figures", "step_ratios"]
+__all__ = [
+    "LINKS",
+    "draw_overview",
+    "front_ratios",
+    "gaps_of_default",
+    "main",
+    "read_figures",
+    "step_ratios",
+]
 
 FIGURES = Path(__file__).parents[1] / "figures"
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+# Of the picture and the table of the README.
+COLUMNS = (*(f"CNN, SGD, {link}" for link in LINKS.values()), "GPT, AdamW, 1 Gbit/s")
 COLORS = {  # told apart by the colour-blind
     "DASO Auto": "#0072b2",
     "PostLocalSGD, every 64": "#56b4e9",
@@ -35,8 +45,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench overview", description=__doc__)
     parser.add_argument("path", nargs="?", type=Path, default=Path("docs/overview.png"))
     path = parser.parse_args(words).path
-    train, text, to_accuracy = map(read_figures, ("train", "accuracy-text", "to_accuracy"))
-    draw_overview(train, text, to_accuracy).savefig(path, dpi=160)
+    names = ("train", "train_adamw_start", "accuracy-text", "to_accuracy")
+    draw_overview(*map(read_figures, names)).savefig(path, dpi=160)
     print(f"written to {path}")
     return 0
 
@@ -52,6 +62,15 @@ def step_ratios(train: Mapping[str, Any]) -> dict[str, list[float]]:
     runs = {run["plan"]["link"]: run["rows"] for run in train["runs"]}
     ratios = [{row["name"]: row["over_compute"] for row in runs[link]} for link in LINKS]
     return {name: [one[name] for one in ratios] for name in COLORS if name in ratios[0]}
+
+
+def front_ratios(
+    train: Mapping[str, Any], adamw: Mapping[str, Any]
+) -> dict[str, list[float | None]]:
+    """Return step time over compute only of each contender, by `COLUMNS`; None: it did not run."""
+    (run,) = (run for run in adamw["runs"] if run["plan"]["model"] == "gpt")
+    gpt = {row["name"]: row["over_compute"] for row in run["rows"]}
+    return {name: [*ratios, gpt.get(name)] for name, ratios in step_ratios(train).items()}
 
 
 def gaps_of_default(
@@ -85,34 +104,45 @@ def _gap_of_runs(run: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def draw_overview(
-    train: Mapping[str, Any], text: Mapping[str, Any], to_accuracy: Mapping[str, Any]
+    train: Mapping[str, Any],
+    adamw: Mapping[str, Any],
+    text: Mapping[str, Any],
+    to_accuracy: Mapping[str, Any],
 ) -> "Figure":
-    """Draw both halves; from train.json, accuracy-text.json and to_accuracy.json."""
+    """Draw both halves, from the files of figures that `main` names."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_steps(left, step_ratios(train))
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    _draw_steps(left, front_ratios(train, adamw))
     _draw_gaps(right, gaps_of_default(text, to_accuracy))
     return figure
 
 
-def _draw_steps(axes: "Axes", ratios: Mapping[str, Sequence[float]]) -> None:
-    width = 0.8 / len(ratios)
-    for at, (name, heights) in enumerate(ratios.items()):
-        places = [group + (at - (len(ratios) - 1) / 2) * width for group in range(len(LINKS))]
-        bars = axes.bar(places, heights, width, label=name, color=COLORS[name])
-        labels = [f"{height:.2f}" if height < 10 else f"{height:.0f}" for height in heights]
-        axes.bar_label(bars, labels, fontsize=7.5, padding=1)
+def _draw_steps(axes: "Axes", ratios: Mapping[str, Sequence[float | None]]) -> None:
+    """Draw a group of bars a column, without places for contenders that did not run."""
+    width = 0.85 / len(ratios)
+    for column in range(len(COLUMNS)):
+        heights = {name: row[column] for name, row in ratios.items() if row[column] is not None}
+        for at, (name, height) in enumerate(heights.items()):
+            place = column + (at - (len(heights) - 1) / 2) * width
+            label = "" if column else name
+            bar = axes.bar([place], [height], width, label=label, color=COLORS[name])
+            text = f"{height:.2f}" if height < 10 else f"{height:.0f}"
+            axes.bar_label(bar, [text], fontsize=6.5, padding=1)
     axes.axhline(1, color="0.3", linewidth=1)
     axes.set_yscale("log")
     axes.set_ylim(0.7, 60)
     axes.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
     axes.set_yticks([], minor=True)
-    axes.set_xticks(range(len(LINKS)), LINKS.values())
+    axes.set_xticks(
+        range(len(COLUMNS)),
+        [name.replace("SGD, ", "SGD,\n").replace("AdamW, ", "AdamW,\n") for name in COLUMNS],
+        fontsize=9,
+    )
     axes.set_ylabel("step time over compute only (log)")
     axes.set_title("Time: less is better", fontsize=11)
-    axes.legend(fontsize=9, loc="upper left")
+    axes.legend(fontsize=8, loc="upper left")
 
 
 def _draw_gaps(axes: "Axes", gaps: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:

@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
+from math import log
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.overview import FIGURES, LINKS, read_figures, step_ratios
+from benchmarks.overview import COLUMNS, FIGURES, LINKS, front_ratios, read_figures, step_ratios
 from benchmarks.server import ratio_to
 from benchmarks.simulations import AUTO, DRIFT, SETTINGS, SLOW, SYNCHRONOUS
 from benchmarks.take import read_recipes
@@ -91,14 +92,26 @@ def _step_times() -> str:
     return _lines(head, ([name, *map(_times, ratios[name])] for name in names))
 
 
+def _loss(points: float | None) -> float | None:
+    """Return the loss in nats of a mean probability, in percent."""
+    return None if points is None else -log(points / 100)
+
+
 def _front() -> str:
-    """Return step times of a CNN, settled, and of a GPT from its first batch, over compute only."""
-    cnn = step_ratios(_read("train"))
-    (run,) = (run for run in _read("train_adamw_start")["runs"] if run["plan"]["model"] == "gpt")
-    gpt = {row["name"]: row["over_compute"] for row in run["rows"]}
-    head = ["", *(f"CNN, SGD, {link}" for link in LINKS.values()), "GPT, AdamW, 1 Gbit/s"]
-    names = sorted(cnn, key=lambda name: cnn[name])
-    return _lines(head, ([name, *map(_times, [*cnn[name], gpt.get(name)])] for name in names))
+    """Return step times of a CNN, settled, and of a GPT from its first batch, over compute only.
+
+    Beside them stand the accuracy of the CNN and the held-out loss of the GPT at their ends.
+    """
+    ratios = front_ratios(_read("train"), _read("train_adamw_start"))
+    cnn, gpt = (
+        {row["name"]: row["final"] for row in _read(name)["runs"][0]["rows"]}
+        for name in ("to_accuracy", "to_accuracy_gpt")
+    )
+    rows = (
+        [name, *map(_times, row), _number(cnn.get(name), 1, " %"), _number(_loss(gpt.get(name)))]
+        for name, row in sorted(ratios.items(), key=lambda item: item[1][:2])
+    )
+    return _lines(["", *COLUMNS, "CNN, accuracy", "GPT, loss"], rows)
 
 
 def _ratios(name: str, heads: Callable[[Mapping[str, Any]], str], corner: str = "") -> str:

@@ -271,15 +271,17 @@ def test_a_table_is_written_anew_where_it_stands() -> None:
 def test_its_picture_shows_what_was_measured() -> None:
     import json
 
-    from benchmarks.overview import draw_overview, gaps_of_default, step_ratios
+    from benchmarks.overview import COLUMNS, draw_overview, front_ratios, gaps_of_default
 
-    train, text, to_accuracy = (
+    train, adamw, text, to_accuracy = (
         json.loads((ROOT / f"scripts/figures/{name}.json").read_text())
-        for name in ("train", "accuracy-text", "to_accuracy")
+        for name in ("train", "train_adamw_start", "accuracy-text", "to_accuracy")
     )
-    left, right = draw_overview(train, text, to_accuracy).axes
+    left, right = draw_overview(train, adamw, text, to_accuracy).axes
     drawn = [bar.get_height() for bars in left.containers for bar in bars]
-    assert drawn == [ratio for ratios in step_ratios(train).values() for ratio in ratios]
+    columns = zip(*front_ratios(train, adamw).values(), strict=True)
+    assert drawn == [ratio for column in columns for ratio in column if ratio is not None]
+    assert len(drawn) > 2 * 8 and len(left.get_xticks()) == len(COLUMNS)
     series = gaps_of_default(text, to_accuracy).values()
     for bars, points in zip(right.containers, series, strict=True):
         assert list(bars.lines[0].get_ydata()) == [gap for gap, _ in points.values()]
