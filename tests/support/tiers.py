@@ -14,6 +14,7 @@ the job hands that on, so that they are counted and timed here.
 
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -35,6 +36,24 @@ LONGEST_SECONDS = 20.0  # where each process has a core; in proportion where mor
 SLOW_SECONDS = 900  # for one that is marked slow, before it is taken for one that hangs
 RECORD = "DASO_TESTS_RECORD"  # names the file in which a job's tests are written down
 SLOWEST = 10
+# The first pattern that the file of a test matches; the rows of `docs/explanation/design.md`.
+CAPABILITIES = {
+    "DDP's buckets in few bits": r"ddp_hook",
+    "swap and recompute, captured steps": r"memory/|test_memory\.|captured",
+    "dynamic models (AMPNet)": r"flow",
+    "eager-update parameter server": r"server",
+    "prediction and throttles": r"predict|throttle",
+    "SLURM": r"slurm/|submit|minicluster",
+    "elastic jobs and faults": r"elastic|survivors|spares|census|faults|drills|recovery",
+    "checkpoints, stop requests": r"checkpoint|resume|stopping|test_state",
+    "recordings on one clock": r"timeline/|recording",
+    "Trainer, Accelerate, Lightning": r"integrations",
+    "devices": r"gpu/|device|nccl|cuda|triton",
+    "documentation, notebooks, examples": r"docs|readme|notebooks|examples|prose",
+    "commands and benches": r"cli/|commands/|benchmarks/|test_bench",
+    "hierarchical optimizer": r"world/|ranks/|plan/|kernels/|comm/|train/|cluster/",
+    "the code's own rules, inputs of any kind": r"",
+}
 
 _began = time.monotonic()
 _ended: list[tuple[str, str, float]] = []  # test, outcome, seconds
@@ -153,6 +172,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     say("")
     say(f"{tier}: {time.monotonic() - _began:.0f} s; tests that ran: {kinds}")
+    if config.getoption("--all"):
+        say("tests and seconds by capability:")
+        for name, (count, seconds) in _by_capability().items():
+            say(f"  {count:5d} {seconds:7.0f} s  {name}")
     say("the slowest:")
     for test, _, seconds in sorted(_ended, key=lambda one: -one[2])[:SLOWEST]:
         say(f"  {seconds:6.1f} s  {test}")
@@ -160,6 +183,19 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         say(f"FAILED: a test must end within {LONGEST_SECONDS:g} s or be marked slow: {line}")
     for line in _failed:
         say(f"FAILED: {line}")
+
+
+def _by_capability() -> dict[str, tuple[int, float]]:
+    """Return how many tests of each capability ran, and their seconds, in jobs of ranks, too."""
+    totals = dict.fromkeys(CAPABILITIES, (0, 0.0))
+    for test, outcome, seconds in _ended:
+        path = test.split("::", maxsplit=1)[0].removeprefix("tests/")
+        if path.endswith(JOBS):  # its own tests are counted
+            continue
+        name = next(name for name, words in CAPABILITIES.items() if re.search(words, path))
+        count, total = totals[name]
+        totals[name] = count + (outcome != "skipped"), total + seconds
+    return totals
 
 
 @pytest.hookimpl(trylast=True)
