@@ -98,7 +98,10 @@ def _is_real(value: object, least: float, most: float) -> bool:
 def check(name: str, value: object, rule: Rule, remedy: str = "") -> None:
     """Raise `ConfigError` unless a rule holds for a value."""
     if not rule.holds(value):
-        raise ConfigError(f"{name} must be {rule.text}, not {format_value(value)}{remedy}")
+        raise ConfigError(
+            f"{name} must be {rule.text}, not {format_value(value)}{remedy}",
+            code="value-not-allowed",
+        )
 
 
 def format_value(value: object) -> str:
@@ -136,7 +139,7 @@ def validate_call(call: Call) -> Call:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise ConfigError(_misfit(name, signature, kwargs, str(error))) from None
+            raise _misfit(name, signature, kwargs, str(error)) from None
         return call(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
@@ -148,21 +151,34 @@ def validated_record(kind: type[Kind]) -> type[Kind]:
     return kind
 
 
-def _misfit(name: str, signature: inspect.Signature, kwargs: dict[str, Any], problem: str) -> str:
+def _misfit(
+    name: str, signature: inspect.Signature, kwargs: dict[str, Any], problem: str
+) -> ConfigError:
+    """Return the error for arguments that do not fit a signature."""
     params = [param for param in signature.parameters.values() if param.name != "self"]
     names = [param.name for param in params]
     if strangers := [key for key in kwargs if key not in names]:
         known, stranger = ", ".join(names), strangers[0]
-        return f"{name} takes {known}, but not {stranger!r}; {_hint(stranger, names)}"
+        return ConfigError(
+            f"{name} takes {known}, but not {stranger!r}; {_hint(stranger, names)}",
+            code="unknown-argument",
+        )
     if missing := re.search(r"missing a required (?:keyword-only )?argument: '(\w+)'", problem):
-        return f"{name} needs {missing[1]}, but it is missing; pass {missing[1]}="
+        return ConfigError(
+            f"{name} needs {missing[1]}, but it is missing; pass {missing[1]}=",
+            code="argument-is-missing",
+        )
     by_name = [param.name for param in params if param.kind is inspect.Parameter.KEYWORD_ONLY]
     if "too many positional" in problem and by_name:
-        return (
+        return ConfigError(
             f"{name} takes {', '.join(by_name)} by name, but one is given without; write "
-            f"{by_name[0]}=..."
+            f"{by_name[0]}=...",
+            code="argument-without-name",
         )
-    return f"{name} takes {', '.join(names) or 'nothing'}, but {problem}; leave it out"
+    return ConfigError(
+        f"{name} takes {', '.join(names) or 'nothing'}, but {problem}; leave it out",
+        code="arguments-do-not-fit",
+    )
 
 
 def _hint(stranger: str, names: Sequence[str]) -> str:

@@ -144,7 +144,8 @@ def parse_ranks_per_node(text: str) -> tuple[int, ...] | None:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise ConfigError(
-            f"ranks per node must be a positive number or a list such as 3,1, not {text!r}"
+            f"ranks per node must be a positive number or a list such as 3,1, not {text!r}",
+            code="ranks-per-node-invalid",
         )
     return tuple(int(word) for word in words)
 
@@ -152,7 +153,8 @@ def parse_ranks_per_node(text: str) -> tuple[int, ...] | None:
 def _parse_spares(text: str) -> int:
     if text.strip() and not text.strip().isdecimal():
         raise ConfigError(
-            f"DASO_SPARES must be a number of ranks, 0 or more, not {text!r}; mend it or unset it"
+            f"DASO_SPARES must be a number of ranks, 0 or more, not {text!r}; mend it or unset it",
+            code="spares-not-a-number",
         )
     return int(text) if text.strip() else 0
 
@@ -253,7 +255,8 @@ def read_cpu_mask(env: Mapping[str, str] | None = None) -> set[int] | None:
         mask = int(words[int(rank) % len(words)], 16)
     except ValueError:
         raise ConfigError(
-            f"DASO_CPU_MASKS must be numbers in hexadecimal, by commas, not {masks!r}; mend them"
+            f"DASO_CPU_MASKS must be numbers in hexadecimal, by commas, not {masks!r}; mend them",
+            code="cpu-masks-invalid",
         ) from None
     return {core for core in range(mask.bit_length()) if mask >> core & 1}
 
@@ -293,10 +296,8 @@ def is_first_to_end(env: Mapping[str, str] | None = None) -> bool:
 
 
 def terminal_columns(env: Mapping[str, str] | None = None) -> int | None:
-    """Return the width of the terminal that shows this rank's output; None without a terminal.
-
-    mpirun reads a rank's output from a pipe, so `daso run` passes the width in DASO_TERMINAL.
-    """
+    """Return the width of the terminal that shows this rank's output; None without a terminal."""
+    # mpirun reads a rank's output from a pipe, so `daso run` passes the width in DASO_TERMINAL.
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     columns = (os.environ if env is None else env).get("DASO_TERMINAL", "")
@@ -330,7 +331,8 @@ def kernels_name(env: Mapping[str, str] | None = None) -> str:
     if name not in ("", *KERNELS):
         raise ConfigError(
             f"DASO_KERNELS must be one of {', '.join(KERNELS)}, not {name!r}; set it to one of "
-            f"these or unset it"
+            f"these or unset it",
+            code="unknown-kernels",
         )
     return name
 

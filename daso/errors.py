@@ -18,7 +18,17 @@ __all__ = [
 
 
 class DasoError(Exception):
-    """Base of every error that daso raises on purpose."""
+    """Base of every error that daso raises on purpose.
+
+    Args:
+        *args: The message: rule, value, remedy. It may change between versions.
+        code: The stable name of the broken rule, such as "spare-must-wait", for programs and tests
+            that tell errors apart. The same on every rank that raises the error.
+    """
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        self.code = code
 
 
 class TopologyError(DasoError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from daso.errors import summarize
+from daso.errors import CheckpointError, CheckpointWriteError, summarize
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 60.0  # for other ranks' files, while this process ends
@@ -20,14 +20,14 @@ class BackgroundWrite:
     def __init__(
         self,
         step: int,
-        write: Callable[[], str | None],  # writes this rank's file; returns an error message
-        # Completes the checkpoint if all ranks' files exist; returns whether they do, and an error
-        # message. None on ranks that do not complete checkpoints.
-        complete: Callable[[], tuple[bool, str | None]] | None,
+        write: Callable[[], CheckpointError | None],  # writes this rank's file; returns the error
+        # Completes the checkpoint if all ranks' files exist; returns whether they do, and the
+        # error. None on ranks that do not complete checkpoints.
+        complete: Callable[[], tuple[bool, CheckpointError | None]] | None,
     ) -> None:
         self.step = step
         self._write, self._complete = write, complete
-        self._problem: str | None = None
+        self._problem: CheckpointError | None = None
         self._is_done = complete is None  # completed, or another rank does it
         self._is_written, self._stop = threading.Event(), threading.Event()
         # Not a daemon: a program that ends still writes its last checkpoint.
@@ -38,17 +38,17 @@ class BackgroundWrite:
         try:
             self._problem = self._write()
         except Exception as error:  # of any kind: other ranks wait for this rank's vote
-            self._problem = summarize(error)
+            self._problem = _unforeseen(error)
         self._is_written.set()
         if self._complete is None or self._problem is not None:
             return
         try:
             self._problem = self._completed()
         except Exception as error:
-            self._problem = summarize(error)
+            self._problem = _unforeseen(error)
 
-    def _completed(self) -> str | None:
-        """Complete the checkpoint once all files exist; return an error message."""
+    def _completed(self) -> CheckpointError | None:
+        """Complete the checkpoint once all files exist; return the error."""
         assert self._complete is not None
         ends_at: float | None = None
         while not self._stop.is_set():
@@ -62,12 +62,12 @@ class BackgroundWrite:
             self._stop.wait(POLL_SECONDS)
         return None
 
-    def wait_written(self) -> str | None:
-        """Block until this rank's file is written; return its error message."""
+    def wait_written(self) -> CheckpointError | None:
+        """Block until this rank's file is written; return its error."""
         self._is_written.wait()
         return self._problem
 
-    def join(self, seconds: float) -> tuple[bool, str | None]:
+    def join(self, seconds: float) -> tuple[bool, CheckpointError | None]:
         """Wait up to `seconds` for completion; return whether it completed, and the error."""
         self._thread.join(seconds)
         self.give_up()
@@ -77,6 +77,11 @@ class BackgroundWrite:
         """End the thread, and leave an incomplete checkpoint incomplete."""
         self._stop.set()
         self._thread.join()
+
+
+def _unforeseen(error: Exception) -> CheckpointWriteError:
+    """Return the error for a failure of the thread itself."""
+    return CheckpointWriteError(summarize(error), code="background-write-failed")
 
 
 def staged(payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from daso.comm.topology import RankInfo
-from daso.errors import CheckpointError, summarize
+from daso.errors import CheckpointError, CheckpointWriteError, summarize
 from daso.version import __version__
 
 SCHEMA = 2  # of the manifest; incremented when a field changes its meaning
@@ -61,20 +61,25 @@ class Manifest:
             if lines["schema"] != SCHEMA:
                 raise CheckpointError(
                     f"{path} must have schema {SCHEMA}, not {lines['schema']!r}: another version "
-                    f"of daso wrote it"
+                    f"of daso wrote it",
+                    code="manifest-of-other-version",
                 )
             files = tuple(
                 Entry(str(entry["sha256"]), int(entry["size"])) for entry in lines["files"]
             )
             manifest = cls(int(lines["step"]), tuple(map(int, lines["node_of"])), files)
         except OSError as error:
-            raise CheckpointError(cause(path, error)) from error
+            raise CheckpointError(cause(path, error), code="manifest-not-readable") from error
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} must be a manifest, but: {error!r}") from error
+            raise CheckpointError(
+                f"{path} must be a manifest, but: {error!r}", code="manifest-not-valid"
+            ) from error
         if manifest.step != step or not files or len(files) != len(manifest.node_of):
             raise CheckpointError(
-                f"{path} must be of step {step} and list each rank's file and node, but is of "
-                f"step {manifest.step}, {len(files)} files and {len(manifest.node_of)} nodes' ranks"
+                f"{path} must be of step {step} and list each rank's file and node, but is "
+                f"of step {manifest.step}, {len(files)} files and {len(manifest.node_of)} nodes' "
+                f"ranks",
+                code="manifest-does-not-match",
             )
         return manifest
 
@@ -166,13 +171,15 @@ LEAVES = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.d
 TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
-def unfit(payload: Mapping[str, Any]) -> str | None:
-    """Return the message for a payload that `weights_only` would refuse to load, or None."""
+def unfit(payload: Mapping[str, Any]) -> CheckpointError | None:
+    """Return the error for a payload that `weights_only` would refuse to load, or None."""
     for where, value in _leaves(dict(payload), "payload"):
         if type(value) not in LEAVES | TENSORS:
-            return (
+            return CheckpointError(
                 f"a checkpoint holds tensors and plain values, but {where} is a "
-                f"{type(value).__name__}; convert it, for example with .item() or torch.as_tensor()"
+                f"{type(value).__name__}; convert it, for example with .item() or "
+                f"torch.as_tensor()",
+                code="value-not-loadable",
             )
     return None
 
@@ -195,9 +202,10 @@ def cause(path: Path, error: Exception) -> str:
     return f"{path}: {named or error}"
 
 
-def unwritable(path: Path, error: Exception) -> str:
-    """Return the message for a checkpoint that cannot be written."""
-    return (
+def unwritable(path: Path, error: Exception) -> CheckpointWriteError:
+    """Return the error for a checkpoint that cannot be written."""
+    return CheckpointWriteError(
         f"a checkpoint must be written, but {cause(path, error)}; make room or choose another "
-        f"folder; earlier checkpoints are untouched"
+        f"folder; earlier checkpoints are untouched",
+        code="checkpoint-not-written",
     )

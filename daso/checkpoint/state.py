@@ -66,7 +66,10 @@ class Checkpoints:
         timeout_seconds: float = Exchange().timeout_seconds,  # limit on waiting for other ranks
     ) -> None:
         if keep < 1:
-            raise ConfigError(f"the checkpoints to keep must be at least 1, not {keep}")
+            raise ConfigError(
+                f"the checkpoints to keep must be at least 1, not {keep}",
+                code="no-checkpoint-to-keep",
+            )
         self._folder = folder
         self._topology = topology
         self._keep = keep
@@ -90,18 +93,10 @@ class Checkpoints:
         # Until all ranks know that it is valid, the step may be saved again.
         self._refused.add(step)
         if background:
-            try:
-                copies, problem = staged(payload), None
-            except (
-                Exception
-            ) as error:  # for example no memory: other ranks wait for this rank's vote
-                copies, problem = {}, unwritable(self._rank_file(step, rank), error)
-            self._agree(problem, clear=step)
-            write = partial(self._write_in_background, step, copies)
-            complete = partial(self._complete_in_background, step) if rank == 0 else None
-            self._writing = BackgroundWrite(step, write, complete)
+            self._save_in_background(step, payload)
             return
-        path, entry, problem = self._rank_file(step, rank), None, None
+        path, entry = self._rank_file(step, rank), None
+        problem: CheckpointError | None = None
         try:
             entry = write_payload(path, dict(payload))
         except Exception as error:  # of any kind: the other ranks wait for this rank's vote
@@ -116,6 +111,20 @@ class Checkpoints:
         self._saved = {step}
         if rank == 0:
             self._prune(step)
+
+    def _save_in_background(self, step: int, payload: Mapping[str, Any]) -> None:
+        """Copy tensors to host memory, and start a thread that writes them."""
+        rank = self._topology.rank
+        copies: dict[str, Any] = {}
+        problem = None
+        try:
+            copies = staged(payload)
+        except Exception as error:  # such as no memory: the other ranks wait for this rank's vote
+            problem = unwritable(self._rank_file(step, rank), error)
+        self._agree(problem, clear=step)
+        write = partial(self._write_in_background, step, copies)
+        complete = partial(self._complete_in_background, step) if rank == 0 else None
+        self._writing = BackgroundWrite(step, write, complete)
 
     def wait(self) -> None:
         """Wait until the background checkpoint is valid. Collective over the world; blocking."""
@@ -143,8 +152,8 @@ class Checkpoints:
             known = (self._refused | self._saved) & {step}
             self._refused.update(*gather(self._topology, known, self._timeout_seconds))
 
-    def _write_in_background(self, step: int, payload: dict[str, Any]) -> str | None:
-        """Write this rank's file and its entry; return an error message."""
+    def _write_in_background(self, step: int, payload: dict[str, Any]) -> CheckpointError | None:
+        """Write this rank's file and its entry; return the error."""
         path = self._rank_file(step, self._topology.rank)
         try:
             entry = write_payload(path, payload)
@@ -153,8 +162,8 @@ class Checkpoints:
             return unwritable(path, error)
         return None
 
-    def _complete_in_background(self, step: int) -> tuple[bool, str | None]:
-        """Complete a step if all ranks' files exist; return whether, and an error message."""
+    def _complete_in_background(self, step: int) -> tuple[bool, CheckpointError | None]:
+        """Complete a step if all ranks' files exist; return whether, and the error."""
         paths = [self._rank_file(step, rank) for rank in range(self._topology.world_size)]
         if not all(_entry_of(path).exists() for path in paths):
             return False, None
@@ -165,12 +174,10 @@ class Checkpoints:
                 _entry_of(path).unlink(missing_ok=True)
         return True, problem
 
-    def _agree(self, problem: str | None, *, clear: int | None = None) -> None:
+    def _agree(self, problem: CheckpointError | None, *, clear: int | None = None) -> None:
         """Raise on all ranks if any rank has a problem, after removing the step `clear`."""
         try:
-            # A failed write may succeed on another attempt.
-            kind = CheckpointError if clear is None else CheckpointWriteError
-            self._topology.raise_on_all_ranks(problem, kind, self._timeout_seconds)
+            self._topology.raise_on_all_ranks(problem, self._timeout_seconds)
         except CheckpointError:
             if clear is not None:
                 self._refused.discard(clear)
@@ -178,8 +185,8 @@ class Checkpoints:
                     remove(self._step_folder(clear))
             raise
 
-    def _unready(self, step: int) -> str | None:
-        """Create the folder of a step; return the reason if the step may not be saved."""
+    def _unready(self, step: int) -> CheckpointError | None:
+        """Create the folder of a step; return the error if the step may not be saved."""
         if self._topology.rank > 0:
             return None
         try:
@@ -189,18 +196,21 @@ class Checkpoints:
                 if whole and saved >= step and saved not in self._refused
             ]
             if newer:
-                return (
+                return CheckpointError(
                     f"a step to save must be above those in {self._folder}, but {step} is not "
-                    f"above {newer[-1]}: load that one first, or choose an empty folder"
+                    f"above {newer[-1]}: load that one first, or choose an empty folder",
+                    code="step-not-newest",
                 )
             remove(self._step_folder(step))  # incomplete or refused: remove all of it
             self._step_folder(step).mkdir(parents=True)
         except OSError as error:
-            return unwritable(self._step_folder(step), error)
+            problem = unwritable(self._step_folder(step), error)
+            # A folder may be wrong on every attempt, which a failed write of a file may not be.
+            return CheckpointError(str(problem), code="folder-not-writable")
         return None
 
-    def _complete(self, step: int, entries: list[Entry]) -> str | None:
-        """Write the manifest, which makes the checkpoint valid; return an error message."""
+    def _complete(self, step: int, entries: list[Entry]) -> CheckpointError | None:
+        """Write the manifest, which makes the checkpoint valid; return the error."""
         for rank, entry in enumerate(entries):
             path = self._rank_file(step, rank)
             if not path.exists() or path.stat().st_size != entry.size:
@@ -214,17 +224,18 @@ class Checkpoints:
             return unwritable(folder, error)
         return None
 
-    def _unseen(self, step: int) -> str:
-        """Return the error message for a rank's file that is not visible here."""
+    def _unseen(self, step: int) -> CheckpointError:
+        """Return the error for a rank's file that is not visible here."""
         paths = [self._rank_file(step, rank) for rank in range(self._topology.world_size)]
         lost = (rank for rank, path in enumerate(paths) if not _entry_of(path).exists())
         rank = next(lost, self._topology.rank)
         return self._not_shared(paths[rank], rank)
 
-    def _not_shared(self, path: Path, rank: int) -> str:
-        return (
+    def _not_shared(self, path: Path, rank: int) -> CheckpointError:
+        return CheckpointWriteError(
             f"all ranks must share {self._folder}, but {path}, which rank {rank} wrote, is not "
-            f"visible here: choose a folder on a shared file system"
+            f"visible here: choose a folder on a shared file system",
+            code="folder-not-shared",
         )
 
     def _prune(self, newest: int) -> None:
@@ -261,7 +272,8 @@ class Checkpoints:
         if any(whole for _, whole in listed):
             raise CheckpointError(
                 f"one of the checkpoints in {self._folder} must be sound, but none is ("
-                f"{'; '.join(reasons)}); restore one from a copy, or start in an empty folder"
+                f"{'; '.join(reasons)}); restore one from a copy, or start in an empty folder",
+                code="no-sound-checkpoint",
             )
         return None
 
@@ -296,7 +308,10 @@ class Checkpoints:
             try:
                 listed = self._list()
             except OSError as error:
-                problem = f"checkpoints must be readable, but {cause(self._folder, error)}"
+                problem = CheckpointError(
+                    f"checkpoints must be readable, but {cause(self._folder, error)}",
+                    code="checkpoints-not-readable",
+                )
         self._agree(problem)
         return list(broadcast(self._topology, listed, self._timeout_seconds) or ())
 

@@ -134,7 +134,7 @@ def _nodes(topology: Topology, problems: list[str]) -> dict[str, Any]:
     rank_info, device = topology.rank_info, topology.device
     average = _average(topology, device, problems)
     if average == "NCCL" and (problem := nccl_problem()):
-        problems.append(problem)
+        problems.append(str(problem))
     problems[:] = _gather_problems(topology, problems)
     return {
         "world": rank_info.world_size,

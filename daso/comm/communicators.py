@@ -95,7 +95,7 @@ def _cut(world: "MPI.Comm", sizes: Sizes) -> _Cut:
     host = world.Split_type(load().COMM_TYPE_SHARED)
     host_rank = host.Get_rank()
     group, problem = _pretend_group(host_rank, host.Get_size(), sizes)
-    control.raise_first(world.allgather(problem), TopologyError)
+    control.raise_first(world.allgather(problem))
     node = host.Split(group, host_rank)
     host.Free()
     return _Cut(world, node, host_rank, _find_rank_info(world, node))
@@ -137,7 +137,8 @@ def _form_with_spares(
     if not is_first:
         raise TopologyError(
             "a job with spare ranks has one topology, but there is one already; pass it on "
-            "(topology=), or call daso.init(), which returns it"
+            "(topology=), or call daso.init(), which returns it",
+            code="second-topology-with-spares",
         )
     is_spare = everybody.Get_rank() >= everybody.Get_size() - spares
     world = set_aside(everybody, spares)
@@ -168,7 +169,8 @@ def _meet_spares(
             f"spare nodes take the place of lost ones where another node is left, so there "
             f"must be two nodes, and no spare one may be larger, but {len(node_of)} ranks are "
             f"on {1 + max(node_of)} nodes, and {spares} are spare; say --ranks-per-node, or "
-            f"leave spares out"
+            f"leave spares out",
+            code="spares-need-other-nodes",
         )
     place = rank_info.node if is_spare else None
     return Reserve(comm, 1 + max(node_of), waiting, place), node_of
@@ -180,7 +182,8 @@ def _refuse_workers() -> None:
         raise TopologyError(
             "MPI must be started by ranks alone, but this is a worker process of one (of a "
             "DataLoader?), which runs the program again; put what trains behind "
-            "`if __name__ == '__main__':`"
+            "`if __name__ == '__main__':`",
+            code="mpi-in-worker-process",
         )
 
 
@@ -206,7 +209,8 @@ def _wait_for_all(world: "MPI.Comm") -> None:
             who = f"world rank {', '.join(missing)}" if missing else "some rank"
             raise TopologyError(
                 f"every rank must call daso.init(), or make what needs it, within "
-                f"{control.STALL_SECONDS:g} s, but {who} did not; look there"
+                f"{control.STALL_SECONDS:g} s, but {who} did not; look there",
+                code="ranks-missing-at-init",
             )
     requests = [*signs.values(), *([] if sent is None else [sent])]
     while not all(request.Test() for request in requests):
@@ -229,7 +233,7 @@ SIZES = Rule(
 )
 
 
-def _pretend_group(rank: int, size: int, sizes: Sizes) -> tuple[int, str | None]:
+def _pretend_group(rank: int, size: int, sizes: Sizes) -> tuple[int, TopologyError | None]:
     """Return this host rank's pretend node, and the problem with the sizes."""
     if sizes is None:
         return 0, None
@@ -237,18 +241,22 @@ def _pretend_group(rank: int, size: int, sizes: Sizes) -> tuple[int, str | None]
         sizes = sizes[0]
     if isinstance(sizes, int):
         if sizes < 1:
-            return 0, f"ranks_per_node must be at least 1, not {sizes}"
+            return 0, TopologyError(
+                f"ranks_per_node must be at least 1, not {sizes}", code="node-without-ranks"
+            )
         if size % sizes:
             whole, rest = divmod(size, sizes)
             uneven = (*([sizes] * whole), rest)
-            return 0, (
+            return 0, TopologyError(
                 f"ranks_per_node must divide the ranks of the host ({size}), not {sizes}; change "
-                f"it or DASO_RANKS_PER_NODE, or name the sizes: {uneven}"
+                f"it or DASO_RANKS_PER_NODE, or name the sizes: {uneven}",
+                code="ranks-not-divisible",
             )
         return rank // sizes, None
     if min(sizes) < 1 or sum(sizes) != size:
-        return 0, (
+        return 0, TopologyError(
             f"ranks_per_node must be positive and add up to the ranks of the host ({size}), not "
-            f"{tuple(sizes)}; change it or DASO_RANKS_PER_NODE"
+            f"{tuple(sizes)}; change it or DASO_RANKS_PER_NODE",
+            code="node-sizes-wrong-sum",
         )
     return next(group for group, stop in enumerate(accumulate(sizes)) if rank < stop), None

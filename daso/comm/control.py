@@ -21,7 +21,7 @@ from daso.comm.mpi import load
 from daso.comm.rank_info import Ranks
 from daso.comm.reduction import sum_buffer
 from daso.comm.step_timer import wait_until
-from daso.errors import ExchangeError, StallError
+from daso.errors import DasoError, ExchangeError, StallError
 from daso.plan.options import Exchange
 
 if TYPE_CHECKING:
@@ -195,7 +195,8 @@ def rendezvous(topology: Ranks, what: str, timeout_seconds: float) -> None:
         if place != own[0]:
             raise ExchangeError(
                 "all ranks must reach the same operation, but this rank is about "
-                f"to {what}, and rank {rank} to {RENDEZVOUS[place]}; let all ranks do the same"
+                f"to {what}, and rank {rank} to {RENDEZVOUS[place]}; let all ranks do the same",
+                code="operations-differ-between-ranks",
             )
 
 
@@ -205,32 +206,28 @@ def all_equal(topology: Ranks, value: object, timeout_seconds: float = STALL_SEC
 
 
 def raise_on_all_ranks(
-    topology: Ranks,
-    problem: str | None,
-    kind: type[Exception],
-    timeout_seconds: float = STALL_SECONDS,
+    topology: Ranks, problem: DasoError | None, timeout_seconds: float = STALL_SECONDS
 ) -> None:
     """Raise the same error on every rank if any rank has a problem.
 
     Args:
         topology: The ranks.
-        problem: The error message of this rank: rule, value, remedy; None without a problem.
-        kind: The class of the error.
+        problem: The error of this rank; None without a problem.
         timeout_seconds: Maximum wait for the other ranks.
 
     Collective over the world; blocking.
     """
-    raise_first(gather(topology, problem, timeout_seconds), kind)
+    raise_first(gather(topology, problem, timeout_seconds))
 
 
-def raise_first(problems: Sequence[str | None], kind: type[Exception]) -> None:
+def raise_first(problems: Sequence[DasoError | None]) -> None:
     """Raise the first rank's problem, with its rank unless all ranks have the same problem."""
-    raised = [(rank, text) for rank, text in enumerate(problems) if text is not None]
+    raised = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
     if not raised:
         return
-    rank, text = raised[0]
-    everywhere = len(raised) == len(problems) and len({text for _, text in raised}) == 1
-    raise kind(text if everywhere else f"rank {rank}: {text}")
+    rank, first = raised[0]
+    everywhere = len(raised) == len(problems) and len({str(error) for _, error in raised}) == 1
+    raise first if everywhere else type(first)(f"rank {rank}: {first}", code=first.code)
 
 
 # --- rows of bytes --------------------------------------------------------------------------------

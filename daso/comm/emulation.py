@@ -22,7 +22,8 @@ def _check(bytes_per_second: float, latency_seconds: float) -> None:
     if not bytes_per_second > 0 or not latency_seconds >= 0:
         raise ConfigError(
             f"a link must have a rate above 0 and a latency of at least 0, not "
-            f"{bytes_per_second} bytes/s and {latency_seconds} s"
+            f"{bytes_per_second} bytes/s and {latency_seconds} s",
+            code="emulated-link-invalid",
         )
 
 
@@ -278,7 +279,10 @@ def throttled(
         padded: Returns the seconds added inside of steps so far.
     """
     if not 1 <= factor < float("inf"):
-        raise ConfigError(f"computing must take 1 to many times as long, not {factor}")
+        raise ConfigError(
+            f"computing must take 1 to many times as long, not {factor}",
+            code="compute-factor-invalid",
+        )
     tokens = _link.set(link), _stretch.set((factor, padded, StretchProgress(padded=padded())))
     try:
         yield

@@ -188,10 +188,13 @@ class Engine:
             self._abandoned = True  # ranks are out of step: no further work may run
             raise StallError(
                 f"an exchange must finish within {self.timeout_seconds:g} s, but it did not: "
-                f"{cause}; look there, or raise timeout_seconds"
+                f"{cause}; look there, or raise timeout_seconds",
+                code="exchange-timed-out",
             )
         if handle.error is not None:
-            raise ExchangeError(f"an exchange failed: {handle.error}") from handle.error
+            raise ExchangeError(
+                f"an exchange failed: {handle.error}", code="exchange-failed"
+            ) from handle.error
         return handle.result  # type: ignore[return-value]  # set with finished
 
     @property
@@ -230,9 +233,14 @@ class Engine:
     def check(self) -> None:
         """Raise an error of the thread, if it has one."""
         if self._error is not None:
-            raise ExchangeError(f"an exchange failed: {self._error}") from self._error
+            raise ExchangeError(
+                f"an exchange failed: {self._error}", code="exchange-failed"
+            ) from self._error
         if self._closed:
-            raise ExchangeError("the engine must be open to exchange, but close() was called")
+            raise ExchangeError(
+                "the engine must be open to exchange, but close() was called",
+                code="engine-is-closed",
+            )
 
     def close(self, patience_seconds: float = 10.0) -> bool:
         """Finish all queued work and stop the thread; idempotent."""
@@ -302,7 +310,9 @@ class Engine:
             start = time.perf_counter()
             while not arrived():
                 if self._abandoned:
-                    raise ExchangeError("an exchange was abandoned before it finished")
+                    raise ExchangeError(
+                        "an exchange was abandoned before it finished", code="exchange-abandoned"
+                    )
                 slept = isinstance(waited, PeerRendezvous) and self._sleep_until_peers(
                     handle.due_seconds, waited.rounds
                 )

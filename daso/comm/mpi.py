@@ -56,7 +56,8 @@ def load() -> "ModuleType":
     except (ImportError, RuntimeError) as error:
         raise TopologyError(
             f"mpi4py must find an MPI library, but: {error}; install one with "
-            f"`pip install mpich` or set MPI4PY_LIBMPI to the path of libmpi.so"
+            f"`pip install mpich` or set MPI4PY_LIBMPI to the path of libmpi.so",
+            code="no-mpi-library",
         ) from error
     if not MPI.Is_initialized():
         if survives_lost_ranks():
@@ -65,7 +66,8 @@ def load() -> "ModuleType":
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise TopologyError(
             f"MPI must run with THREAD_MULTIPLE, not level {MPI.Query_thread()} (a background "
-            f"thread does the exchanges); initialize it so, or let daso initialize it"
+            f"thread does the exchanges); initialize it so, or let daso initialize it",
+            code="mpi-without-threads",
         )
     return MPI
 
@@ -137,7 +139,8 @@ def check_wheels(installed: Sequence[str]) -> None:
     if len(installed) > 1 and not mpi_is_chosen():
         raise TopologyError(
             f"one MPI wheel at most may be installed, not {' and '.join(installed)}: mpirun would "
-            f"come from one and libmpi from the other; uninstall all but one, then reinstall it"
+            f"come from one and libmpi from the other; uninstall all but one, then reinstall it",
+            code="several-mpi-wheels",
         )
 
 
@@ -163,19 +166,22 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
             raise TopologyError(
                 f"MPI must be started by daso.init() where torchrun (WORLD_SIZE={launch.size}) "
                 f"started the ranks, but it runs already, in each alone; import mpi4py.MPI after "
-                f"daso.init(), and leave `-m mpi4py` out"
+                f"daso.init(), and leave `-m mpi4py` out",
+                code="mpi-started-before-init",
             )
         raise TopologyError(
             f"torchrun (WORLD_SIZE={launch.size}) may start ranks of MPICH, where its agents share "
             f"a store, but MPI ({library()}) knows of no other: each would train alone; use "
             f"`daso run -n {launch.size} PROGRAM`, mpirun or srun instead, or unset WORLD_SIZE "
-            f"and RANK"
+            f"and RANK",
+            code="torchrun-needs-mpich",
         )
     raise TopologyError(
         f"{launch.launcher} started {launch.size} ranks, but MPI ({library()}) sees "
         f"{world.Get_size()}: the launcher belongs to another MPI library; use "
         f"{find_mpirun() or 'its own mpirun'} or `daso run`, or set MPI4PY_LIBMPI to the "
-        f"launcher's libmpi.so"
+        f"launcher's libmpi.so",
+        code="launcher-of-other-mpi",
     )
 
 

@@ -47,20 +47,27 @@ def join_process_group(topology: Topology, backend: Backend) -> bool:
     Collective over the world; blocking.
     """
     topology.rendezvous("join torch.distributed", STALL_SECONDS)
-    problem = None if dist.is_available() else "torch must have torch.distributed, but has not"
-    topology.raise_on_all_ranks(problem, ConfigError)
+    problem = None
+    if not dist.is_available():
+        problem = ConfigError(
+            "torch must have torch.distributed, but has not", code="no-torch-distributed"
+        )
+    topology.raise_on_all_ranks(problem)
     if not topology.equal_on_all_ranks(dist.is_initialized()):
-        topology.raise_on_all_ranks(
+        raise ConfigError(
             "torch.distributed must be initialized on every rank or on none, but it is on some; "
             "leave init_process_group() out: daso.init makes the group",
-            ConfigError,
+            code="group-on-some-ranks",
         )
     if dist.is_initialized():
-        topology.raise_on_all_ranks(_other_ranks(topology), ConfigError)
+        topology.raise_on_all_ranks(_other_ranks(topology))
         return False
     if backend == "nccl" and not torch.cuda.is_available():
-        problem = "NCCL needs a GPU for each rank, but this one sees none; use torch_backend='gloo'"
-    topology.raise_on_all_ranks(problem, ConfigError)
+        problem = ConfigError(
+            "NCCL needs a GPU for each rank, but this one sees none; use torch_backend='gloo'",
+            code="nccl-without-gpu",
+        )
+    topology.raise_on_all_ranks(problem)
     store, device = _store(topology), None
     if backend == "nccl":
         device = topology.device
@@ -84,15 +91,16 @@ def _leave() -> None:
     time.sleep(LEAVE_SECONDS)  # releases the GIL
 
 
-def _other_ranks(topology: Topology) -> str | None:
+def _other_ranks(topology: Topology) -> ConfigError | None:
     """Return how an existing group differs from the world, or None."""
     here, size = dist.get_rank(), dist.get_world_size()
     if (here, size) == (topology.rank, topology.world_size):
         return None
-    return (
+    return ConfigError(
         f"torch.distributed must have the ranks of MPI, rank {topology.rank} of "
         f"{topology.world_size}, but it was initialized as rank {here} of {size}; leave "
-        f"init_process_group() out: daso.init makes the group"
+        f"init_process_group() out: daso.init makes the group",
+        code="process-group-differs",
     )
 
 
@@ -103,15 +111,18 @@ def _store(topology: Topology) -> TCPStore:
         try:
             store = _server(topology.world_size)
         except (OSError, RuntimeError) as error:
-            problem = f"a rank must be able to listen on a port of its host: {summarize(error)}"
-    topology.raise_on_all_ranks(problem, TopologyError)
+            problem = TopologyError(
+                f"a rank must be able to listen on a port of its host: {summarize(error)}",
+                code="no-port-to-listen",
+            )
+    topology.raise_on_all_ranks(problem)
     port = 0 if store is None else store.port
     hosts = topology.liveness.hosts
     names = ["127.0.0.1"] if len(set(hosts)) == 1 else [socket.gethostname(), _address()]
     names, port = broadcast(topology, (names, port))
     if store is None:
         store, problem = _connect(names, port, topology.world_size)
-    topology.raise_on_all_ranks(problem, TopologyError)
+    topology.raise_on_all_ranks(problem)
     assert store is not None, "a rank without a store has raised"
     return store
 
@@ -124,7 +135,9 @@ def _tcp_store(*words: Any, **keywords: Any) -> TCPStore:
     return dist.TCPStore(*words, **keywords)  # type: ignore[attr-defined]  # not exported
 
 
-def _connect(names: Sequence[str], port: int, ranks: int) -> tuple[TCPStore | None, str | None]:
+def _connect(
+    names: Sequence[str], port: int, ranks: int
+) -> tuple[TCPStore | None, TopologyError | None]:
     """Return a client of world rank 0's store, by the first reachable name, or the problem."""
     problems = []
     for name in names:
@@ -134,9 +147,10 @@ def _connect(names: Sequence[str], port: int, ranks: int) -> tuple[TCPStore | No
             return _tcp_store(name, port, ranks, is_master=False), None
         except (OSError, RuntimeError) as error:
             problems.append(f"{name}: {summarize(error)}")
-    return None, (
+    return None, TopologyError(
         f"ranks must reach world rank 0's host by TCP to meet in torch.distributed, but port "
-        f"{port} is not reached ({'; '.join(problems)}); see that hosts resolve each other's names"
+        f"{port} is not reached ({'; '.join(problems)}); see that hosts resolve each other's names",
+        code="rank-0-not-reached",
     )
 
 
@@ -155,7 +169,8 @@ def node_mesh(topology: Topology, device_type: str) -> "DeviceMesh":
     if len(set(topology.node_sizes)) > 1:
         raise TopologyError(
             f"nodes must have the same number of ranks to be a mesh, not {topology.node_sizes}; "
-            f"start as many on each"
+            f"start as many on each",
+            code="mesh-on-unequal-nodes",
         )
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -187,7 +187,8 @@ def wait_until(
         if waited > timeout_seconds:
             raise StallError(
                 f"all ranks must {what} within {timeout_seconds:g} s: {missing()}; look there, or "
-                f"raise Exchange.timeout_seconds"
+                f"raise Exchange.timeout_seconds",
+                code="ranks-did-not-arrive",
             )
     if kind is not None:
         trace.record(kind, start)

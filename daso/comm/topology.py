@@ -166,7 +166,8 @@ class Topology:
         if self._mesh is None:
             raise ConfigError(
                 "a mesh needs torch's process group, but none was requested; call "
-                "daso.init(torch_backend='gloo') on CPUs, or 'nccl' on GPUs"
+                "daso.init(torch_backend='gloo') on CPUs, or 'nccl' on GPUs",
+                code="mesh-without-group",
             )
         return self._mesh
 
@@ -265,13 +266,11 @@ def errors_on_all_ranks(topology: object, what: str, timeout_seconds: float) -> 
             raise problem
         return
     where.rendezvous(what, timeout_seconds)
-    text = None if problem is None else str(problem)
-    kind = ConfigError if problem is None else type(problem)
     try:
-        where.raise_on_all_ranks(text, kind, timeout_seconds)
-    except kind as error:
+        where.raise_on_all_ranks(problem, timeout_seconds)
+    except DasoError as error:
         # Re-raise this rank's error object: its traceback leads to the program's line.
-        raise (error if str(error) != text or problem is None else problem) from None
+        raise (problem if problem and str(error) == str(problem) else error) from None
 
 
 def _warn_of_many(rank_info: RankInfo, number: int) -> None:

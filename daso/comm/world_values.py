@@ -39,7 +39,8 @@ def _begin(topology: World, operation: str) -> None:
     if topology.is_spare:
         raise ConfigError(
             f"a spare rank must not {operation} before it replaces a lost one; wrap an "
-            f"optimizer first, which waits for that"
+            f"optimizer first, which waits for that",
+            code="spare-must-wait",
         )
     control.rendezvous(topology, operation, control.STALL_SECONDS)
 
@@ -66,20 +67,27 @@ def all_reduce(topology: World, value: Value, op: Operation = "mean") -> Value:
     _begin(topology, "reduce a value")
     problem, own = None, value
     if op not in get_args(Operation):
-        problem = f"op must be one of {', '.join(get_args(Operation))}, not {format_value(op)}"
+        problem = ConfigError(
+            f"op must be one of {', '.join(get_args(Operation))}, not {format_value(op)}",
+            code="unknown-reduction",
+        )
     if isinstance(value, torch.Tensor):
         own = value.detach().cpu().clone()  # pickling a view would send its whole storage
     elif isinstance(value, bool) or not isinstance(value, int | float):
-        problem = f"a value must be a number or a tensor, not {format_value(value)}; pass .item()"
+        problem = ConfigError(
+            f"a value must be a number or a tensor, not {format_value(value)}; pass .item()",
+            code="value-not-reducible",
+        )
         own = 0.0
     entries = control.gather(topology, (problem, op, own))
-    control.raise_first([problem for problem, *_ in entries], ConfigError)
+    control.raise_first([problem for problem, *_ in entries])
     kinds = [f"the {name} of {_kind(entry)}" for _, name, entry in entries]
     if len(set(kinds)) > 1:
         rank = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
         raise ConfigError(
             f"all ranks must reduce the same kind of value, but rank 0 asked for {kinds[0]} and "
-            f"rank {rank} for {kinds[rank]}; pass the same metric on every rank"
+            f"rank {rank} for {kinds[rank]}; pass the same metric on every rank",
+            code="reduced-kinds-differ",
         )
     values: list[Any] = [entry for *_, entry in entries]
     if isinstance(value, torch.Tensor):

@@ -105,7 +105,8 @@ class Compute(Base):
             raise FlowError(
                 f"{self.node.kind} {self.node.name!r} must return as many tensors as its outputs "
                 f"say, {count}, but it returned {', '.join(type(x).__name__ for x in tensors)}; "
-                f"change either"
+                f"change either",
+                code="layer-outputs-differ",
             )
         return tensors
 
@@ -115,7 +116,8 @@ class Compute(Base):
             raise FlowError(
                 f"messages that are computed together must have the same number of rows in each "
                 f"tensor, but one for layer {self.node.name!r} has {sorted(row_counts)}; give it "
-                f"batch=1"
+                f"batch=1",
+                code="messages-of-unequal-rows",
             )
         return row_counts.pop()
 
@@ -125,7 +127,8 @@ class Compute(Base):
                 raise FlowError(
                     f"a layer that computes messages together must return one row per input row, "
                     f"but {self.node.name!r} returned a tensor of shape "
-                    f"{tuple(output.shape)} for {rows} rows; give it batch=1"
+                    f"{tuple(output.shape)} for {rows} rows; give it batch=1",
+                    code="rows-not-kept",
                 )
 
     def backward(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> Sequence[Emit]:
@@ -213,7 +216,8 @@ class Loss(Compute):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise FlowError(
                 f"loss {self.node.name!r} must return a tensor of one number, or such a tensor and "
-                f"a dict, not {result!r}"
+                f"a dict, not {result!r}",
+                code="loss-not-a-number",
             )
         reported = {name: float(value) for name, value in more.items()}
         self.all.results.append((key, float(loss), reported))

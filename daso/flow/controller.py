@@ -67,13 +67,15 @@ class Controller:
             raise FlowError(
                 f"source {self.source.name!r} must make {width} tensors of an instance, or a dict "
                 f"to such from states, each a tuple of whole numbers, but failed for instance "
-                f"{number}: {type(error).__name__}: {error}"
+                f"{number}: {type(error).__name__}: {error}",
+                code="source-failed",
             ) from error
         if not messages or any(len(payload) != width for _, payload in messages):
             raise FlowError(
                 f"source {self.source.name!r} must make a message at least of every instance, with "
                 f"as many tensors as its outputs say, {width}, but of instance {number} it made "
-                f"messages with {[len(payload) for _, payload in messages]}"
+                f"messages with {[len(payload) for _, payload in messages]}",
+                code="source-without-message",
             )
         return messages
 

@@ -14,7 +14,7 @@ from daso.checks import check, flag, positive, whole
 from daso.comm.control import broadcast, gather
 from daso.comm.p2p.packets import Packets
 from daso.comm.topology import Topology
-from daso.errors import ConfigError, FlowError, StallError
+from daso.errors import ConfigError, DasoError, FlowError, StallError
 from daso.flow.controller import Controller
 from daso.flow.epoch import Epoch, Part, digest_of, merge_parts, sum_results
 from daso.flow.messages import Post
@@ -76,7 +76,8 @@ class LoopMonitor:
             raise StallError(
                 f"a message must come within {self._timeout_seconds:g} s, but none came to rank "
                 f"{self._world.rank}: {self._world.liveness.missing()}; {waits}; look there, "
-                f"or raise timeout_seconds"
+                f"or raise timeout_seconds",
+                code="message-timed-out",
             )
 
 
@@ -141,22 +142,28 @@ class EpochRunner:
         """Raise on all ranks unless all have the same instances. Collective; blocking."""
         self._world.rendezvous("begin an epoch of a flow", self._options.timeout_seconds)
         count = len(instances)
-        problem = None if count else "an epoch must have one instance at least, not none"
-        self._world.raise_on_all_ranks(problem, ConfigError, self._options.timeout_seconds)
+        problem: DasoError | None = None
+        if not count:
+            problem = ConfigError(
+                "an epoch must have one instance at least, not none", code="epoch-without-instances"
+            )
+        self._world.raise_on_all_ranks(problem, self._options.timeout_seconds)
         ends = (count, *(digest_of(instances[place]) for place in (0, count - 1)))
         limit = self._options.timeout_seconds
         first = broadcast(self._world, count, limit)
         if ends != broadcast(self._topology, ends, limit):
-            problem = (
+            problem = FlowError(
                 "every rank must be given the same instances in the same order, but their number, "
-                "the first or the last differs from rank 0's; shuffle with the same seed"
+                "the first or the last differs from rank 0's; shuffle with the same seed",
+                code="instances-differ-between-ranks",
             )
         elif count != first:
-            problem = (
+            problem = FlowError(
                 f"every node must be given as many instances as the first, but node "
-                f"{self._world.node} was given {count}; leave some out"
+                f"{self._world.node} was given {count}; leave some out",
+                code="instances-uneven-on-nodes",
             )
-        self._world.raise_on_all_ranks(problem, FlowError, self._options.timeout_seconds)
+        self._world.raise_on_all_ranks(problem, self._options.timeout_seconds)
 
     def _controller(self, count: int) -> Controller:
         wiring, lanes = self._layers.wiring, count_lanes(self._layers.ranks_of)
@@ -191,7 +198,8 @@ class EpochRunner:
         if left := [node.node.name for node in nodes if node.cache]:
             raise FlowError(
                 f"every message must come back once, but nodes {left} still wait for some: one of "
-                f"their messages did not come to a loss; end every path in a loss"
+                f"their messages did not come to a loss; end every path in a loss",
+                code="message-did-not-return",
             )
         for compute in worker.here.computes.values():
             compute.settle()

@@ -34,17 +34,20 @@ def requested_homes(wiring: Wiring, placement: Placement, ranks: int) -> dict[in
         if not homes or len(set(homes)) < len(homes) or not all(0 <= r < ranks for r in homes):
             raise FlowError(
                 f"node {name!r} must be placed on different ranks from 0 to {ranks - 1}, not on "
-                f"{request!r}"
+                f"{request!r}",
+                code="placement-on-wrong-ranks",
             )
         if node == wiring.source and homes != (0,):
             raise FlowError(
                 f"the source, {name!r}, must be on rank 0, which reads the instances, not on "
-                f"{request!r}"
+                f"{request!r}",
+                code="source-not-on-zero",
             )
         if len(homes) > 1 and wiring.nodes[node].kind != "layer":
             raise FlowError(
                 f"only a layer can be placed on several ranks, but {name!r} is a "
-                f"{wiring.nodes[node].kind}"
+                f"{wiring.nodes[node].kind}",
+                code="only-layers-have-replicas",
             )
         homes_of[node] = homes
     return homes_of
@@ -61,7 +64,8 @@ def requested_replicas(
         if wiring.nodes[node].kind != "layer" or node in fixed:
             raise FlowError(
                 f"replicas can be given only for layers without a placement, but {name!r} is "
-                f"{'placed' if node in fixed else 'a ' + wiring.nodes[node].kind}"
+                f"{'placed' if node in fixed else 'a ' + wiring.nodes[node].kind}",
+                code="replicas-of-placed-layer",
             )
     return counts
 
@@ -92,7 +96,8 @@ def check_copies(count: object, ranks: int) -> None:
     """Raise unless a layer can have this number of replicas on these ranks."""
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= ranks:
         raise ConfigError(
-            f"a layer can have at most one replica per rank, 1 to {ranks}, not {count!r}"
+            f"a layer can have at most one replica per rank, 1 to {ranks}, not {count!r}",
+            code="too-many-replicas",
         )
 
 

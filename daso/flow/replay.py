@@ -112,7 +112,10 @@ def replay(
     wiring = wire(graph)
     ranks = len(logs[0])
     if any([log.rank for log in epoch] != [*range(ranks)] for epoch in logs):
-        raise ConfigError("logs must be those of all ranks, in rank order, for every epoch")
+        raise ConfigError(
+            "logs must be those of all ranks, in rank order, for every epoch",
+            code="flow-logs-incomplete",
+        )
     weights = [_weights(wiring, logs[0][rank], optimizer_factory) for rank in range(ranks)]
     for epoch, of_epoch in zip(logs, instances, strict=True):
         _replay_epoch(wiring, epoch, weights, of_epoch)
@@ -144,7 +147,8 @@ def _replay_epoch(
         if not any([worker.advance() for worker in workers]) and not workers[0].admit():
             raise ConfigError(
                 "logs must be those of one epoch with these instances, but a logged computation "
-                "never gets its inputs; pass those that were logged together"
+                "never gets its inputs; pass those that were logged together",
+                code="flow-logs-differ",
             )
     for compute in chain.from_iterable(worker.here.computes.values() for worker in workers):
         compute.settle()
@@ -155,7 +159,8 @@ def _replay_epoch(
                 raise ConfigError(
                     f"a replay must give the bits that were logged, but layer "
                     f"{wiring.nodes[index].name!r} on rank {log.rank} differs; "
-                    f"use the model, data and torch with which it was logged"
+                    f"use the model, data and torch with which it was logged",
+                    code="flow-replay-differs",
                 )
 
 

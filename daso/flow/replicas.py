@@ -16,16 +16,27 @@ from daso.flow.model.layers import Layers
 MakeBetween = Callable[[torch.optim.Optimizer, Topology], Any]
 
 
-def node_topology(topology: Topology) -> Topology:
-    """Return a topology of this rank's node. Collective over the world; blocking."""
+def flow_topology(topology: Topology, timeout_seconds: float, *, is_alone: bool) -> Topology:
+    """Return the topology of a flow: the world, or this rank's node if each has its own flow.
+
+    Collective over the world; blocking.
+    """
+    if not topology.equal_on_all_ranks(is_alone, timeout_seconds):
+        raise ConfigError(
+            "between_nodes must be given to all ranks or to none, not to some",
+            code="between-nodes-on-some",
+        )
+    if is_alone:
+        return topology
     sizes = topology.node_sizes
     problem = None
     if len(set(sizes)) > 1:
-        problem = (
+        problem = ConfigError(
             f"flows on several nodes need the same number of ranks on every node, but the "
-            f"nodes have {list(sizes)}; start the same number on each"
+            f"nodes have {list(sizes)}; start the same number on each",
+            code="unequal-flow-nodes",
         )
-    topology.raise_on_all_ranks(problem, ConfigError)
+    topology.raise_on_all_ranks(problem)
     node = topology.world_comm.Split(topology.node, topology.local_rank)
     node_world = Topology(node, ranks_per_node=topology.local_size)
     node.Free()

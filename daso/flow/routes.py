@@ -37,7 +37,8 @@ class Cond(Route):
         if not 0 <= way < len(self.node.outputs):
             raise FlowError(
                 f"cond {self.node.name!r} must choose one of its ways, 0 to "
-                f"{len(self.node.outputs) - 1}, not {way}"
+                f"{len(self.node.outputs) - 1}, not {way}",
+                code="cond-out-of-range",
             )
         return [(False, way, key, payload)]
 
@@ -146,7 +147,8 @@ class Flatmap(_FanOut):
         if len(set(states)) < len(states) or not states:
             raise FlowError(
                 f"{self.node.kind} {self.node.name!r} must be given at least one state, and none "
-                f"twice, but its function returned {states} for state {key[1:]}"
+                f"twice, but its function returned {states} for state {key[1:]}",
+                code="states-missing-or-repeated",
             )
         return [(key[0], *state) for state in states]
 
@@ -165,7 +167,8 @@ class Flatmap(_FanOut):
         if self._from.setdefault(child, key) is not key:
             raise FlowError(
                 f"{self.node.kind} {self.node.name!r} must make each state once per instance, but "
-                f"state {child[1:]} was made from {self._from[child][1:]} and from {key[1:]}"
+                f"state {child[1:]} was made from {self._from[child][1:]} and from {key[1:]}",
+                code="state-made-twice",
             )
 
     def _parts(self, payload: Payload, keys: Sequence[Key]) -> Sequence[Payload]:
@@ -189,7 +192,8 @@ class Ungroup(Flatmap):
             if len(tensor) != len(keys):
                 raise FlowError(
                     f"ungroup {self.node.name!r} must be given one state for each row of its "
-                    f"tensors, {len(tensor)}, but was given {len(keys)}"
+                    f"tensors, {len(tensor)}, but was given {len(keys)}",
+                    code="ungroup-count-differs",
                 )
         return [tuple(leaf(t[row], t) for t in payload) for row in range(len(keys))]  # type: ignore[index]
 
@@ -217,7 +221,8 @@ class Group(Route):
         if key in members or count < 1:
             raise FlowError(
                 f"a group of {self.node.name!r} must have at least one member, and none twice, "
-                f"but state {key[1:]} of a group of {count} came to {len(members)} others"
+                f"but state {key[1:]} of a group of {count} came to {len(members)} others",
+                code="group-members-invalid",
             )
         members[key] = payload
         if len(members) < count:
@@ -262,7 +267,8 @@ class Concat(Route):
         if port in parts:
             raise FlowError(
                 f"concat {self.node.name!r} must get each state once at each port, but state "
-                f"{key[1:]} came twice to port {port}"
+                f"{key[1:]} came twice to port {port}",
+                code="concat-state-twice",
             )
         parts[port] = payload
         if len(parts) < self.node.inputs:

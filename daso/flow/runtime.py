@@ -18,7 +18,7 @@ from daso.comm.reclaim import CloseCallbacks, reclaim, track, untrack
 from daso.comm.topology import Topology, default, errors_on_all_ranks
 from daso.errors import CheckpointError, ConfigError
 from daso.flow.epoch import Epoch
-from daso.flow.epoch_runner import EpochRunner, Options
+from daso.flow.epoch_runner import EpochRunner, Options, Progress
 from daso.flow.measuring import Measured, measure
 from daso.flow.model.checks import wire
 from daso.flow.model.graph import Graph
@@ -26,7 +26,7 @@ from daso.flow.model.layers import Layers
 from daso.flow.model.node import MakeOptimizer
 from daso.flow.placement import Placement, choose_homes, requested_homes, requested_replicas
 from daso.flow.plan import Log, Updates
-from daso.flow.replicas import FlowReplicas, MakeBetween, node_topology
+from daso.flow.replicas import FlowReplicas, MakeBetween, flow_topology
 from daso.plan.options import Exchange
 from daso.strict import strict_json
 from daso.torch_private import load_compiler
@@ -138,15 +138,11 @@ class Runtime:
 
     def _flow_topology(self) -> Topology:
         """Return the topology of one flow. Collective over the world; blocking."""
-        world = self._world
-        is_alone, limit = self._options.between_nodes is None, self._options.timeout_seconds
-        if not world.equal_on_all_ranks(is_alone, limit):
-            raise ConfigError("between_nodes must be given to all ranks or to none, not to some")
-        if self._options.between_nodes is None:
-            return world
-        inside = node_topology(world)
-        self._resources.callback(inside.free)
-        return inside
+        limit, is_alone = self._options.timeout_seconds, self._options.between_nodes is None
+        topology = flow_topology(self._world, limit, is_alone=is_alone)
+        if not is_alone:
+            self._resources.callback(topology.free)
+        return topology
 
     def _check_same(self, keywords: Any) -> None:
         """Raise on all ranks unless all have the same flow and keywords. Collective; blocking."""
@@ -155,11 +151,12 @@ class Runtime:
         digest = hashlib.sha256(text.encode()).hexdigest()
         problem = None
         if digest != broadcast(self._world, digest, limit):
-            problem = (
+            problem = ConfigError(
                 "every rank must build the same flow and be given the same keywords, but this "
-                "one's differ from rank 0's"
+                "one's differ from rank 0's",
+                code="flows-differ-between-ranks",
             )
-        self._world.raise_on_all_ranks(problem, ConfigError, limit)
+        self._world.raise_on_all_ranks(problem, limit)
 
     # --- epochs ------------------------------------------------------------------------------
 
@@ -205,16 +202,15 @@ class Runtime:
             return self._run_pass(instances, progress, trains=False)
 
     def _run_pass(
-        self,
-        instances: Sequence[Any],
-        progress: Callable[[int, int], None] | None,
-        *,
-        trains: bool,
+        self, instances: Sequence[Any], progress: Progress | None, *, trains: bool
     ) -> Epoch:
         if self._closed:
-            raise ConfigError("a runtime must be open, but close() was called; make another")
+            raise ConfigError(
+                "a runtime must be open, but close() was called; make another",
+                code="runtime-is-closed",
+            )
         if trains and (problem := self._layers.changed()) is not None:
-            raise ConfigError(problem)
+            raise problem
         self._runner.check_instances(instances)
         self._place(instances)
         epoch = self._runner.run(instances, progress, trains=trains)
@@ -310,7 +306,8 @@ class Runtime:
         if self._options.between_nodes is not None:
             raise ConfigError(
                 "a log must hold all updates, but those from the flows of other nodes are not "
-                "logged; leave between_nodes out"
+                "logged; leave between_nodes out",
+                code="log-of-other-flows",
             )
         self._runner.keeps_log = True
 
@@ -321,7 +318,9 @@ class Runtime:
             ConfigError: `keep_log` was not called before that epoch.
         """
         if self._runner.log is None:
-            raise ConfigError("a log must be kept before it is read; call keep_log() first")
+            raise ConfigError(
+                "a log must be kept before it is read; call keep_log() first", code="log-not-kept"
+            )
         return self._runner.log
 
     def write_lines(self, path: Path) -> None:
@@ -353,7 +352,7 @@ class Runtime:
         Collective over the world; blocking.
         """
         problem, limit = self._unfit(state_dict), self._options.timeout_seconds
-        self._world.raise_on_all_ranks(problem, CheckpointError, limit)
+        self._world.raise_on_all_ranks(problem, limit)
         self._runner.epoch = int(state_dict["epoch"])
         self._layers.settle(tuple(map(tuple, state_dict["ranks_of"])))
         self._join_nodes()
@@ -361,13 +360,14 @@ class Runtime:
         if self._runner.replicas is not None:
             self._runner.replicas.load_state_dict(state_dict["beside"])
 
-    def _unfit(self, state: Mapping[str, Any]) -> str | None:
+    def _unfit(self, state: Mapping[str, Any]) -> CheckpointError | None:
         """Return why a state cannot be loaded; None if it can."""
         alone = state.get("beside") is None
         if state["ranks_of"] and alone != (self._options.between_nodes is None):
-            return (
+            return CheckpointError(
                 f"state must be that of a flow {'alone' if alone else 'between nodes'} to go on "
-                f"with one, but between_nodes is {'given' if alone else 'not'}"
+                f"with one, but between_nodes is {'given' if alone else 'not'}",
+                code="state-of-other-nodes",
             )
         return self._layers.unfit(state)
 

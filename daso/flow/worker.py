@@ -89,7 +89,8 @@ class LocalNodes:
         way = "backward" if message.back else "forward"
         raise FlowError(
             f"{node.kind} {node.name!r} must not fail, but its {way} did, for instance "
-            f"{message.key[0]}, state {message.key[1:]}{more}: {type(error).__name__}: {error}"
+            f"{message.key[0]}, state {message.key[1:]}{more}: {type(error).__name__}: {error}",
+            code="flow-node-failed",
         ) from error
 
 
@@ -176,7 +177,7 @@ class Worker:
     def _wait(self) -> None:
         """Wait for a message of another rank."""
         if self._post is None:
-            raise FlowError(self._describe_deadlock())
+            raise FlowError(self._describe_deadlock(), code="flow-is-deadlocked")
         self._post.send()
         patience, spins = RunningClock(), 0
         while not self._over:

@@ -177,7 +177,8 @@ def emulated(
         if topology.nodes < 2:
             raise ConfigError(
                 "a target must have a link between nodes, but there is one node here; start 2 "
-                "ranks at least, each a pretend node (--ranks-per-node=1), or leave the link out"
+                "ranks at least, each a pretend node (--ranks-per-node=1), or leave the link out",
+                code="target-without-link",
             )
     topology = topology or world_of_launch()
     steps = StepTimes(plan)
@@ -226,14 +227,15 @@ def _refuse(problem: str, topology: Topology | None) -> None:
     """Raise `ConfigError` for a problem with throttles on every rank. Collective; blocking."""
     refusal = None
     if problem:
-        refusal = (
+        refusal = ConfigError(
             f"a throttle must be right to {MOST_OFF:.0%}, but {problem}; correct what `current` is "
-            f"set to, or let nothing else run here"
+            f"set to, or let nothing else run here",
+            code="throttle-not-exact",
         )
     if topology is not None:
-        topology.raise_on_all_ranks(refusal, ConfigError)
+        topology.raise_on_all_ranks(refusal)
     elif refusal is not None:
-        raise ConfigError(refusal)
+        raise refusal
 
 
 def _problem(part: str, off: float, most: float = MOST_OFF) -> str:

@@ -77,15 +77,17 @@ def _write(path: Path, plan: ThrottlePlan, steps: StepTimes) -> None:
 
 def _read(path: Path, world: Topology | None) -> ThrottleFile:
     """Read a plan file; raise its errors on every rank. Collective; blocking."""
-    problem = None
+    file: ThrottleFile | None = None
+    problem: ConfigError | None = None
     try:
         file = read_throttle_file(path)
     except ConfigError as error:
-        problem = str(error)
+        problem = error
     if world is not None:
-        world.raise_on_all_ranks(problem, ConfigError)
-    if problem is not None:
-        raise ConfigError(problem)
+        world.raise_on_all_ranks(problem)
+    if file is None:
+        assert problem is not None
+        raise problem
     return file
 
 

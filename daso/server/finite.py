@@ -96,7 +96,8 @@ class FiniteChecks:
             raise NonFiniteError(
                 f"gradients must be finite, but {problem} on rank {self._rank} (in "
                 f"{self._in_a_row} steps in a row); lower the learning rate, or look at that "
-                f"rank's data"
+                f"rank's data",
+                code="gradients-not-finite",
             )
         logger.warning("%s on rank %d; they were left out", problem, self._rank)
 

@@ -164,7 +164,8 @@ class ServerHooks:
             raise ConfigError(
                 f"parameters must not change during backward, but layer "
                 f"{self._layers.names[layer]!r} runs its first forward of the step there; use "
-                f"checkpoint(..., use_reentrant=False)"
+                f"checkpoint(..., use_reentrant=False)",
+                code="parameters-changed-in-backward",
             )
         self.serving.ensure_serving()
         self._step.loaded.add(layer)
@@ -181,7 +182,8 @@ class ServerHooks:
         if self.pushes.has_finished_layers:
             raise ConfigError(
                 "ranks must meet between two steps, but gradients were computed since the last; "
-                "call step() first"
+                "call step() first",
+                code="gradients-before-meeting",
             )
         self.serving.meet(self._progress.since_meeting)
         self._progress.meet()
@@ -203,13 +205,15 @@ class ServerHooks:
         if layer not in self._step.loaded:
             raise ConfigError(
                 f"parameters must be used by a module's forward, where the newest rows are loaded, "
-                f"but {self.partition.named[index][0]} got a gradient without one; call its module"
+                f"but {self.partition.named[index][0]} got a gradient without one; call its module",
+                code="parameter-without-forward",
             )
         if not self._step.missing[layer]:
             raise ConfigError(
                 f"a step must have one backward where gradients leave during it, but layer "
                 f"{self._layers.names[layer]!r} got a second gradient; use no_sync() for all but "
-                f"the last"
+                f"the last",
+                code="second-backward-in-step",
             )
         if self._step.values is None:  # all gradients of a step use the same values
             self._step.values = values_of(self._groups())
@@ -263,7 +267,8 @@ class ServerHooks:
         if self._step.values is not None and not same_values(self._groups(), self._step.values):
             raise ConfigError(
                 "values of parameter groups must be set before backward, where gradients leave "
-                "with them, but they changed between backward and step; step schedulers after it"
+                "with them, but they changed between backward and step; step schedulers after it",
+                code="group-changed-after-backward",
             )
         self._send(self.pushes.end())
         for layer in set(range(len(self._layers.names))) - self._step.loaded:
@@ -286,7 +291,8 @@ class ServerHooks:
                 raise ConfigError(
                     f"gradients must be left alone between backward and step, since they leave in "
                     f"backward, but that of {name} was changed; clip with the server's "
-                    f"clip_value= or clip_norm=, or use daso.DASO"
+                    f"clip_value= or clip_norm=, or use daso.DASO",
+                    code="gradient-changed-after-backward",
                 )
 
     def _refuse_unfrozen(self) -> None:
@@ -295,7 +301,8 @@ class ServerHooks:
             if tensor.requires_grad:
                 raise ConfigError(
                     f"parameters must be trained from the start, but {name} was frozen when the "
-                    f"daso.ParameterServer was made; close it, and make another one"
+                    f"daso.ParameterServer was made; close it, and make another one",
+                    code="parameter-frozen-at-start",
                 )
 
     def keep_log(self) -> None:
@@ -337,5 +344,6 @@ def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
 def _refuse_loading() -> None:
     raise ConfigError(
         "a model must be loaded before its ParameterServer is made, which has its own rows, loaded "
-        "by the next forward; close the server, load, and make another one"
+        "by the next forward; close the server, load, and make another one",
+        code="model-loaded-too-late",
     )

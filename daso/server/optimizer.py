@@ -16,7 +16,7 @@ from daso.checks import NONE, check, either, instance_of, validate_call
 from daso.comm.control import broadcast, gather, gather_unlike
 from daso.comm.reclaim import CloseCallbacks, reclaim, track, untrack
 from daso.comm.topology import Topology, default, errors_on_all_ranks
-from daso.errors import CheckpointError, ConfigError, LayoutError
+from daso.errors import CheckpointError, ConfigError
 from daso.plan.options import Exchange
 from daso.server.hooks import ServerHooks
 from daso.server.partition import Partition, layers_of
@@ -146,7 +146,7 @@ class ParameterServer(torch.optim.Optimizer):
         rank_info = self._topology.rank_info
         partition = Partition(named, layers, rank_info.world_size)
         rows = ParameterShard(rank_info.rank, partition, plan, optimizer_factory)
-        self._topology.raise_on_all_ranks(rows.problem(), ConfigError, limit)
+        self._topology.raise_on_all_ranks(rows.problem(), limit)
         # Groups for schedulers and users to change; the serving thread has its own.
         groups = self._groups = [dict(group) for group in rows.inner.param_groups]
         self._shard = rows
@@ -177,9 +177,9 @@ class ParameterServer(torch.optim.Optimizer):
         topology, exchange = self._topology, self._plan.exchange
         limit = exchange.timeout_seconds
         first = broadcast(topology, repr(self._plan), limit)
-        topology.raise_on_all_ranks(self._plan.difference(first), ConfigError, limit)
+        topology.raise_on_all_ranks(self._plan.difference(first), limit)
         problem = refusal([*named, *trained.others()], "for daso.ParameterServer", "use daso.DASO")
-        topology.raise_on_all_ranks(problem, LayoutError, limit)
+        topology.raise_on_all_ranks(problem, limit)
         check_same_layout(trained, topology, limit)
         start_equal(trained, topology, limit, topology, exchange.keeps_own)
 
@@ -191,7 +191,8 @@ class ParameterServer(torch.optim.Optimizer):
         raise ConfigError(
             "a GradScaler must check all gradients before any is applied, but a ParameterServer "
             "applies them during backward; use autocast with torch.bfloat16, which needs no "
-            "scaler, or daso.DASO"
+            "scaler, or daso.DASO",
+            code="server-with-grad-scaler",
         )
 
     @property
@@ -206,7 +207,8 @@ class ParameterServer(torch.optim.Optimizer):
             raise CheckpointError(
                 "torch.distributed.checkpoint keeps one copy for all ranks, but a "
                 "ParameterServer's state is that of each rank's own rows; save state_dict() of "
-                "each rank by torch.save"
+                "each rank by torch.save",
+                code="server-state-not-shared",
             )
         return self._shard.inner.state
 
@@ -240,7 +242,8 @@ class ParameterServer(torch.optim.Optimizer):
         if closure is not None:
             raise ConfigError(
                 "a step must be taken without a closure where gradients leave during backward; "
-                "call backward before step(), or use daso.DASO"
+                "call backward before step(), or use daso.DASO",
+                code="server-step-with-closure",
             )
         for hook in (*pre_step_hooks(self).values(),):
             hook(self, (), {})
@@ -376,12 +379,14 @@ class ParameterServer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError(
-            "a ParameterServer cannot be copied: it serves this process's ranks; save state_dict()"
+            "a ParameterServer cannot be copied: it serves this process's ranks; save state_dict()",
+            code="server-cannot-be-copied",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - torch's
         """Raise `ConfigError`: ranks own no rows of new parameters."""
         raise ConfigError(
             "a ParameterServer trains the parameters that its model had when it was made; make "
-            "another one after adding some"
+            "another one after adding some",
+            code="server-parameters-are-fixed",
         )

@@ -46,17 +46,20 @@ class Plan:
         if self.scale_by_staleness and (self.mode != "sharded" or self.staleness == 0):
             raise ConfigError(
                 f"scale_by_staleness needs gradients that can be old: mode='sharded' and a "
-                f"staleness other than 0, not mode={self.mode!r} and staleness={self.staleness}"
+                f"staleness other than 0, not mode={self.mode!r} and staleness={self.staleness}",
+                code="staleness-scale-without-staleness",
             )
         if self.wire is not None and self.mode != "sharded":
             raise ConfigError(
                 f"wire is for gradients, which are sent only with mode='sharded', not with mode="
-                f"{self.mode!r}; leave it out"
+                f"{self.mode!r}; leave it out",
+                code="server-wire-not-sent",
             )
         if self.clip_norm is not None and self.mode != "sharded":
             raise ConfigError(
                 f"clip_norm needs mode='sharded', where all rows of a gradient are applied, not "
-                f"mode={self.mode!r}; use clip_value"
+                f"mode={self.mode!r}; use clip_value",
+                code="clip-norm-not-sharded",
             )
 
     def _check_names(self) -> None:
@@ -80,16 +83,18 @@ class Plan:
             raise ConfigError(
                 f"a ParameterServer adds on the host in rank order, sends layers separately and "
                 f"ends with a lost rank, so that of exchange only {', '.join(names)} may be "
-                f"given, not {self.exchange!r}"
+                f"given, not {self.exchange!r}",
+                code="server-exchange-option",
             )
 
-    def difference(self, first: str) -> str | None:
-        """Return the message for a rank whose keywords differ from rank 0's, or None."""
+    def difference(self, first: str) -> ConfigError | None:
+        """Return the error for a rank whose keywords differ from rank 0's, or None."""
         if repr(self) == first:
             return None
-        return (
+        return ConfigError(
             f"every rank must be given the same options, but there are {self!r} here and {first} "
-            f"on rank 0; pass the same keywords everywhere"
+            f"on rank 0; pass the same keywords everywhere",
+            code="options-differ-between-ranks",
         )
 
     def contributors(self, rank: int, ranks: int) -> tuple[int, ...]:

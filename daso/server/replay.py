@@ -92,7 +92,8 @@ def replay(
     if [log.rank for log in logs] != [*range(len(logs))]:
         raise ConfigError(
             f"logs must be those of all ranks, in rank order, not of ranks "
-            f"{[log.rank for log in logs]}"
+            f"{[log.rank for log in logs]}",
+            code="server-logs-incomplete",
         )
     return _Replay(logs, build, optimizer_factory, backward).run()
 
@@ -132,7 +133,8 @@ class _Replay:
         if left or any(rank.step < rank.steps for rank in self._ranks):
             raise ConfigError(
                 f"logs must be those of all ranks of one training, but {left} versions of rows "
-                f"cannot be recomputed from them"
+                f"cannot be recomputed from them",
+                code="server-logs-of-others",
             )
         first = self._ranks[0]
         for layer in range(len(first.partition.layers)):
@@ -235,7 +237,8 @@ class _Replay:
             raise ConfigError(
                 f"a replay must give the bits that were logged, but version {apply.version} of "
                 f"layer {apply.layer} on rank {owner} differs; backward must compute the same "
-                f"batches with the same random numbers"
+                f"batches with the same random numbers",
+                code="server-replay-differs",
             )
         self._store_version(owner, apply)
         del todo[0]

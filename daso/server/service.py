@@ -18,7 +18,7 @@ from daso.comm.p2p.routes import routes
 from daso.comm.p2p.send_queue import SendQueue
 from daso.comm.step_timer import RunningClock
 from daso.comm.topology import Topology
-from daso.errors import CheckpointError, ExchangeError, StallError
+from daso.errors import CheckpointError, StallError
 from daso.server.partition import HOST, Partition
 from daso.server.plan import Plan, is_fresh
 from daso.server.rows import Rows
@@ -150,13 +150,14 @@ class ServerThread:
             }
             if ended:
                 rank, steps = next(iter(ended.items()))
-                raise ExchangeError(unequal_steps(rank, steps, self.rank, step + 1))
+                raise unequal_steps(rank, steps, self.rank, step + 1)
         limit = self.plan.exchange.timeout_seconds
         if silent_seconds > limit:
             raise StallError(
                 f"other ranks must send a message within {limit:g} s, but none did while rank "
                 f"{self.rank} waited for {what()}: {self._late()}; look there, or raise "
-                f"Exchange.timeout_seconds"
+                f"Exchange.timeout_seconds",
+                code="server-timed-out",
             )
 
     def _late(self) -> str:
@@ -179,7 +180,8 @@ class ServerThread:
         if self.serves:
             raise CheckpointError(
                 "state must be saved while no rank trains, but steps were taken, or the model was "
-                "evaluated, since ranks synchronized; call synchronize() on all ranks first"
+                "evaluated, since ranks synchronized; call synchronize() on all ranks first",
+                code="state-saved-in-training",
             )
         shard = self.service.shard
         return {
@@ -194,19 +196,24 @@ class ServerThread:
         """Load the state of the served rows. Collective over the world; blocking."""
         problem, share = None, self.service.shard.share()
         if self.serves:
-            problem = "state must be loaded while no rank trains; call synchronize() first"
+            problem = CheckpointError(
+                "state must be loaded while no rank trains; call synchronize() first",
+                code="state-loaded-in-training",
+            )
         elif state.get("share") != share:
-            problem = (
+            problem = CheckpointError(
                 f"state must be that of the same rows, {share}, not {state.get('share')}; "
-                f"load each rank's own, in a world of the same size"
+                f"load each rank's own, in a world of the same size",
+                code="state-of-other-rows",
             )
         timeout_seconds = self.plan.exchange.timeout_seconds
-        self._topology.raise_on_all_ranks(problem, CheckpointError, timeout_seconds)
+        self._topology.raise_on_all_ranks(problem, timeout_seconds)
         counts = gather(self._topology, int(state["steps"]), timeout_seconds)
         if self.plan.is_synchronous and min(counts) != max(counts):
             raise CheckpointError(
                 f"with staleness=0 all ranks must have taken the same number of steps, but these "
-                f"states are of {min(counts)} to {max(counts)}; give the staleness they had"
+                f"states are of {min(counts)} to {max(counts)}; give the staleness they had",
+                code="server-states-differ",
             )
         for source, inner in self.service.shard.optimizers.items():
             inner.load_state_dict(dict(state["inner"][source]))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from daso.comm.reduction import accumulator
+from daso.errors import ConfigError
 from daso.server.clipping import clip, squared_norm
 from daso.server.partition import HOST, Partition
 from daso.server.plan import Apply, Plan, age
@@ -220,15 +221,16 @@ class ParameterShard:
             factor, digest = gradients[0].of.clip, self.digest(layer)
             self.log.append(Apply(layer, self.versions[layer], of, digest, factor))
 
-    def problem(self) -> str | None:
-        """Return the error message for a factory's optimizer of other parameters, or None."""
+    def problem(self) -> ConfigError | None:
+        """Return the error for a factory's optimizer of other parameters, or None."""
         own = {id(param) for param in self.stand_ins}
         param_ids = {id(param) for group in self.inner.param_groups for param in group["params"]}
         if param_ids <= own:
             return None
-        return (
+        return ConfigError(
             "optimizer_factory must make an optimizer of the parameters it is given, but it took "
-            "others; pass on its argument"
+            "others; pass on its argument",
+            code="factory-ignores-parameters",
         )
 
     def share(self) -> dict[str, Any]:

@@ -266,10 +266,8 @@ class ShardServer:
                     find(self.round.last_steps, key=self.round.last_steps.__getitem__)
                     for find in (min, max)
                 )
-                raise ExchangeError(
-                    unequal_steps(
-                        fewest, self.round.last_steps[fewest], most, self.round.last_steps[most]
-                    )
+                raise unequal_steps(
+                    fewest, self.round.last_steps[fewest], most, self.round.last_steps[most]
                 )
         elif len(self.round.last_steps) == self.ranks and self.rank not in self.round.over:
             owned = self.partition.owned(self.rank)
@@ -300,10 +298,11 @@ def pinned_on(copies: DeviceStaging | None, row: torch.Tensor) -> torch.Tensor:
     return copy.copy_(row)
 
 
-def unequal_steps(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Return the message for ranks with different numbers of steps."""
-    return (
+def unequal_steps(rank: int, steps: int, other: int, others_steps: int) -> ExchangeError:
+    """Return the error for ranks with different numbers of steps."""
+    return ExchangeError(
         f"every rank must take the same number of steps with staleness=0, but rank {rank} took "
         f"{steps} and rank {other} is in number {others_steps}; give every rank the same number of "
-        f"batches, or allow staleness"
+        f"batches, or allow staleness",
+        code="synchronous-steps-differ",
     )

@@ -75,13 +75,15 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
         if not has_step_hooks(inner):
             raise ConfigError(
                 f"an optimizer that is attached must have the hooks of torch.optim.Optimizer, but "
-                f"{type(inner).__name__} does not call its __init__; wrap it with daso.DASO"
+                f"{type(inner).__name__} does not call its __init__; wrap it with daso.DASO",
+                code="attached-without-hooks",
             )
         if not setup.settings.whole:
             raise ConfigError(
                 f"an optimizer that is attached must step as a whole, but "
                 f"{setup.settings.gradients!r} has it step layer by layer; wrap it with daso.DASO, "
-                f"or pass step='model'"
+                f"or pass step='model'",
+                code="attached-steps-by-layer",
             )
     session = make_session(inner, setup, topology)
     session.open()

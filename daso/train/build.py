@@ -15,7 +15,7 @@ from daso.comm.health.survivors import is_loss
 from daso.comm.node.base import NodeTransport
 from daso.comm.node.select import check_device, choose_node, staging_of
 from daso.comm.topology import Topology, lane_topology
-from daso.errors import ConfigError, DasoError, ExchangeError, TopologyError
+from daso.errors import ConfigError, DasoError, ExchangeError
 from daso.kernels.choice import slow_kernels
 from daso.plan.bucket_search import BucketSizeSearch, bucket_search
 from daso.plan.cost_model import efficient_portion_bytes
@@ -204,7 +204,8 @@ class _Builder:
         for rank, text in enumerate(problems):
             if text is not None:
                 raise ExchangeError(
-                    f"all ranks must be able to wrap an optimizer, but rank {rank} is not: {text}"
+                    f"all ranks must be able to wrap an optimizer, but rank {rank} is not: {text}",
+                    code="wrapping-failed-elsewhere",
                 )
         return part
 
@@ -237,7 +238,8 @@ def _refuse_reducers(trained: Trained, settings: Settings) -> None:
     if trained.is_sharded and (settings.gradients.reducer != "bucketed" or not settings.whole):
         raise ConfigError(
             f"gradients of sharded parameters must go in buckets and steps be whole, but "
-            f"{settings.gradients!r} has them otherwise; leave Gradients(reducer=, step=) out"
+            f"{settings.gradients!r} has them otherwise; leave Gradients(reducer=, step=) out",
+            code="sharded-gradients-not-bucketed",
         )
 
 
@@ -345,5 +347,5 @@ def _try_device_and_links(coordinator: Coordinator, node: NodeTransport) -> None
             device = coordinator.trained.device
             problem = channels.engine.run(trial(channels.comms.lane, device, node.copies))
         limit = channels.settings.exchange.timeout_seconds
-        coordinator.topology.raise_on_all_ranks(problem, TopologyError, limit)
+        coordinator.topology.raise_on_all_ranks(problem, limit)
     channels.measure_if_needed()

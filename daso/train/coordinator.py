@@ -48,11 +48,12 @@ def check_same_options(trained: Trained, topology: Topology, options: str, limit
     first = broadcast(topology, options, limit)
     problem = None
     if options != first:
-        problem = (
+        problem = ConfigError(
             f"every rank must be given the same options, but there are {options} here and {first} "
-            f"on rank 0; pass the same keywords everywhere"
+            f"on rank 0; pass the same keywords everywhere",
+            code="options-differ-between-ranks",
         )
-    topology.raise_on_all_ranks(problem, ConfigError, limit)
+    topology.raise_on_all_ranks(problem, limit)
     digest = state_digest(trained.inner, trained.named)
     # Ranks of equal place in their nodes have the same state of shards.
     same = check_sharding(trained, topology, limit) and trained.is_sharded
@@ -60,7 +61,8 @@ def check_same_options(trained: Trained, topology: Topology, options: str, limit
     if not topology.equal_on_all_ranks(same or digest, limit):
         raise LayoutError(
             "the inner optimizer's state must be the same on every rank, but it differs; load it "
-            "on every rank, or on none, before wrapping"
+            "on every rank, or on none, before wrapping",
+            code="optimizer-states-differ",
         )
 
 
@@ -111,8 +113,7 @@ class Coordinator:
     def note_slowest(self, agreed: Header) -> None:
         """Record the rank with the longest steps, from a header of all ranks, for the report."""
         if agreed.slowest:
-            world_size = self.topology.rank_info.world_size
-            seconds, rank = decode_slow_rank(agreed.slowest, world_size)
+            seconds, rank = decode_slow_rank(agreed.slowest, self.topology.world_size)
             self._keep_slowest(rank, seconds, agreed.step_seconds)
 
     def _keep_slowest(self, rank: int, seconds: float, fastest_seconds: float) -> None:
@@ -252,13 +253,13 @@ class Coordinator:
         index = float(first_nonfinite(named))
         if self.extremes(index)[1] < 0:
             return
-        slots = [int(slot) for slot in self.gather(index)]
-        if bad := [(rank, slot) for rank, slot in enumerate(slots) if slot >= 0]:
-            rank, slot = bad[0]
-            raise NonFiniteError(
-                f"parameters must be finite, but {named[slot][0]} on rank {rank} is not; lower the "
-                f"learning rate, clip gradients, or look at that rank's data"
-            )
+        slots = self.gather(index)
+        rank, slot = next((rank, int(slot)) for rank, slot in enumerate(slots) if slot >= 0)
+        raise NonFiniteError(
+            f"parameters must be finite, but {named[slot][0]} on rank {rank} is not; lower the "
+            f"learning rate, clip gradients, or look at that rank's data",
+            code="parameter-not-finite",
+        )
 
     @property
     def leads(self) -> bool:
@@ -281,7 +282,8 @@ class Coordinator:
                 "where parameters are sharded, those that are not must get the same gradients on "
                 "all ranks of a node, but they get others; shard the whole model too, by "
                 "fully_shard(model, mesh=...), or give ranks of a node the same batches, as tensor "
-                "parallelism wants"
+                "parallelism wants",
+                code="unsharded-gradients-differ",
             )
 
     def skip_first_step_checks(self) -> None:
@@ -297,14 +299,13 @@ class Coordinator:
         Collective over the world; blocking.
         """
         self.first_step_checked = True
-        rank_info, named = self.topology.rank_info, self.trained.named
-        if rank_info.nodes > 1:
-            self.ddps.refuse_wide(rank_info.local_size)
+        if self.topology.nodes > 1:
+            self.ddps.refuse_wide(self.topology.local_size)
         if self.is_sharded:
             self.check_same_in_node()
         if not averages:
-            self.warn_of_same_batches(range(len(named)))
-        if self.trained.module is None and self.leads and has_batch_norm(named):
+            self.warn_of_same_batches(range(len(self.trained.named)))
+        if self.trained.module is None and self.leads and has_batch_norm(self.trained.named):
             logger.warning(
                 "the statistics of BatchNorm must be averaged too, but daso was not given the "
                 "model that has them, so that they differ between ranks; pass module=model"
@@ -323,7 +324,8 @@ class Coordinator:
                 f"every rank must take the same number of steps, but rank {steps.index(fewest)} "
                 f"took {fewest:.0f} and rank {steps.index(most)} took {most:.0f}; give every rank "
                 f"the same number of batches, and let every rank call synchronize(), averaged() "
-                f"and end_epoch() after the same step"
+                f"and end_epoch() after the same step",
+                code="steps-differ-between-ranks",
             )
 
     def mean(self, value: float, *, of_step: bool = False) -> float:
@@ -376,7 +378,8 @@ class Coordinator:
         if recent.too_many_drops(tolerated=tolerated):
             raise NonFiniteError(
                 f"values must be finite, but {what} (drop number {recent.drops} within a few "
-                f"exchanges); lower the learning rate, clip gradients, or look at that rank's data"
+                f"exchanges); lower the learning rate, clip gradients, or look at that rank's data",
+                code="exchange-not-finite",
             )
 
     def average(self, tensors: list[torch.Tensor]) -> None:

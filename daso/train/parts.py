@@ -205,7 +205,8 @@ def take_over(trained: Trained, topology: Topology, limit: float) -> None:
     if not topology.equal_on_all_ranks(len(earlier), limit):
         raise ConfigError(
             "parameters must be wrapped on every rank or on none, but on some ranks they are "
-            "wrapped already; close() that optimizer"
+            "wrapped already; close() that optimizer",
+            code="wrapped-on-some-ranks",
         )
     for parts in earlier:
         if topology.rank == 0:

@@ -118,13 +118,15 @@ class Restart:
         if state is not None and not (isinstance(state, Mapping) and state.keys() >= PARTS):
             raise CheckpointError(
                 f"the part 'daso' of a state_dict must have {', '.join(sorted(PARTS))}, but it is "
-                f"{format_value(state)}; leave it out to load the inner optimizer's alone"
+                f"{format_value(state)}; leave it out to load the inner optimizer's alone",
+                code="state-parts-missing",
             )
         if state is not None and (lacks := State.lacking(state["schedule"])):
             raise CheckpointError(
                 f"the part 'daso' of a state_dict must be of this version of daso, but its "
                 f"schedule lacks {', '.join(lacks)}; leave it out to load the inner optimizer's "
-                f"alone"
+                f"alone",
+                code="state-schedule-incomplete",
             )
         if state is not None:
             check_format(state["shape"])

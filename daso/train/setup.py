@@ -39,7 +39,8 @@ class Setup:
         if not self.settings.whole and self.module is None:
             raise ConfigError(
                 f"{self.settings.gradients!r} needs the model whose layers wait for their "
-                f"gradients, but there is none; pass module=, or step='model'"
+                f"gradients, but there is none; pass module=, or step='model'",
+                code="layerwise-needs-module",
             )
         if self.module is not None:
             held = {id(param) for param in self.module.parameters()}
@@ -48,26 +49,30 @@ class Setup:
                 raise ConfigError(
                     f"module must hold the parameters that the optimizer trains, but none of the "
                     f"{len(trained)} is in this {type(self.module).__name__}; pass the model whose "
-                    f"parameters() the optimizer was given"
+                    f"parameters() the optimizer was given",
+                    code="module-without-parameters",
                 )
         self._check_kept_names(inner)
         if isinstance(inner, CombinedOptimizer) and not self.settings.whole:
             raise ConfigError(
                 f"several optimizers must step as a whole, but {self.settings.gradients!r} steps "
-                f"layer by layer; leave Gradients(reducer=, step=) out"
+                f"layer by layer; leave Gradients(reducer=, step=) out",
+                code="several-optimizers-by-layer",
             )
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(inner).__mro__):
             raise ConfigError(
                 "an optimizer must hold the state of all its parameters, but "
                 "ZeroRedundancyOptimizer keeps a part on each rank; shard the model by "
-                "torch.distributed.fsdp.fully_shard, which shards the state too"
+                "torch.distributed.fsdp.fully_shard, which shards the state too",
+                code="zero-redundancy-optimizer",
             )
         if isinstance(self.policy, Qsr) and any(
             group.get("lr") is None for group in inner.param_groups
         ):
             raise ConfigError(
                 f"Qsr needs a learning rate in every parameter group, but {type(inner).__name__} "
-                f"has none; use {Auto()!r}"
+                f"has none; use {Auto()!r}",
+                code="qsr-needs-learning-rate",
             )
 
     def _check_kept_names(self, inner: torch.optim.Optimizer) -> None:
@@ -222,7 +227,8 @@ def check_format(shape: Mapping[str, Any] | None) -> None:
         raise CheckpointError(
             f"the part 'daso' of a state_dict must be of this version of daso, whose format is "
             f"{FORMAT}, but it is of format {shape.get('format')}; leave it out to load the inner "
-            f"optimizer's alone"
+            f"optimizer's alone",
+            code="state-of-other-format",
         )
 
 
@@ -237,7 +243,8 @@ def combined(
     if not inner:
         raise ConfigError(
             "inner must be an optimizer, or several, not an empty list; make one first: "
-            "torch.optim.AdamW(model.parameters())"
+            "torch.optim.AdamW(model.parameters())",
+            code="no-inner-optimizer",
         )
     return inner[0] if len(inner) == 1 else CombinedOptimizer(inner)
 

@@ -66,10 +66,13 @@ def test_every_rank_is_on_one_node_and_lanes_reach_every_node(topology, rank_inf
 
 def test_a_problem_on_one_rank_is_the_same_error_on_all(topology, rank_info):
     last = rank_info.world_size - 1
-    problem = "disk must be there, but is not; mount it" if rank_info.rank == last else None
-    with pytest.raises(TopologyError, match="disk must be there"):
-        topology.raise_on_all_ranks(problem, TopologyError)
-    topology.raise_on_all_ranks(None, TopologyError)
+    problem = None
+    if rank_info.rank == last:
+        problem = TopologyError("disk must be there, but is not; mount it", code="no-disk")
+    with pytest.raises(TopologyError, match="disk must be there") as caught:
+        topology.raise_on_all_ranks(problem)
+    assert caught.value.code == "no-disk"
+    topology.raise_on_all_ranks(None)
 
 
 def test_same_is_false_everywhere_when_one_rank_differs(topology, rank_info):

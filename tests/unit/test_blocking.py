@@ -27,7 +27,7 @@ AFTER = {
     "train/recovery/hand_over.py: hand_over": LOSS,
     "comm/node/shm.py: SharedWindow.__init__": STEP,
     "flow/replicas.py: FlowReplicas.__init__": FLOW,
-    "flow/replicas.py: node_topology": FLOW,
+    "flow/replicas.py: flow_topology": FLOW,
 }
 
 

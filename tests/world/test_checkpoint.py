@@ -578,7 +578,7 @@ def test_an_error_that_comes_late_leaves_the_checkpoint_before(
             end = time.monotonic() + 20
             while not manifest.exists() and time.monotonic() < end:
                 time.sleep(0.01)
-            return "it cannot be synced"
+            return CheckpointWriteError("it cannot be synced", code="not-synced")
 
         if rank_info.rank == 0 or topology.world_comm.Get_size() > 1:
             patch.setattr(Checkpoints, "_write_in_background", write)

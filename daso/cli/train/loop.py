@@ -23,7 +23,7 @@ from daso.comm.topology import Regrouped, Topology
 from daso.comm.world import init
 from daso.data import ShardedSampler
 from daso.environment import job_names, restarts, restarts_left, slurm_job
-from daso.errors import ConfigError, DasoError, DataError
+from daso.errors import ConfigError, DasoError
 from daso.timeline.recording import Recording
 from daso.train.optimizer import DASO
 
@@ -189,25 +189,31 @@ def _device(config: Config, topology: Topology) -> torch.device:
     device = torch.device("cpu") if config.device == "cpu" else topology.device
     problem = None
     if config.device == "cuda" and device.type != "cuda":
-        problem = "device=cuda needs a GPU that torch sees, but there is none; set --device=cpu"
-    topology.raise_on_all_ranks(problem, ConfigError)
+        problem = ConfigError(
+            "device=cuda needs a GPU that torch sees, but there is none; set --device=cpu",
+            code="no-gpu-to-train",
+        )
+    topology.raise_on_all_ranks(problem)
     return device
 
 
 def _load(config: Config, topology: Topology) -> Task:
     """Load the data on every rank; raise the same error on all ranks if any fails."""
-    task, problem = None, None
+    task: Task | None = None
+    problem: DasoError | None = None
     try:
         task = make_task(config.data)
     except DasoError as error:
-        problem = str(error)
-    topology.raise_on_all_ranks(problem, DataError)
+        problem = error
+    topology.raise_on_all_ranks(problem)
     assert task is not None
     return task
 
 
 def _open_folder(run: Run, point: Point, saver: Saver) -> RunFolder | None:
-    folder, problem, config = None, None, run.config
+    folder: RunFolder | None = None
+    problem: DasoError | None = None
+    config = run.config
     if run.topology.rank == 0:
         try:
             folder = RunFolder(
@@ -215,8 +221,8 @@ def _open_folder(run: Run, point: Point, saver: Saver) -> RunFolder | None:
             )
             saver.note(job_names())
         except DasoError as error:
-            problem = str(error)
-    run.topology.raise_on_all_ranks(problem, DasoError)
+            problem = error
+    run.topology.raise_on_all_ranks(problem)
     return folder
 
 

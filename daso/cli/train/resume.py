@@ -137,7 +137,8 @@ class Saver:
         except OSError as error:
             raise ConfigError(
                 f"a run folder must be writable, but {cause(path, error)}; make room there, or "
-                f"choose another --runs=FOLDER"
+                f"choose another --runs=FOLDER",
+                code="run-folder-without-room",
             ) from error
 
     def start(self) -> Point:
@@ -150,7 +151,8 @@ class Saver:
             raise ConfigError(
                 f"a new run needs a folder without checkpoints, but {self._folder} has one of step "
                 f"{steps[-1]}; go on from it with --resume, choose another --name=NAME, or remove "
-                f"that folder"
+                f"that folder",
+                code="run-has-checkpoints",
             )
         return Point(0, 0, torch.zeros(()))
 
@@ -166,10 +168,11 @@ class Saver:
         if loaded is None:
             raise CheckpointError(
                 f"--resume goes on from a checkpoint, but {self._folder} has none; leave it out to "
-                f"start a new run, name it with --name=NAME, and save it with --checkpoint.every=N"
+                f"start a new run, name it with --name=NAME, and save it with --checkpoint.every=N",
+                code="nothing-to-resume",
             )
         saved = loaded.payload
-        run.topology.raise_on_all_ranks(_differs(run, saved), ConfigError)
+        run.topology.raise_on_all_ranks(_differs(run, saved))
         run.task.model.load_state_dict(saved["model"])
         run.optimizer.load_state_dict(saved["optimizer"])
         sampler, total = _place(loaded, run.topology.world_size)
@@ -229,21 +232,23 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _differs(run: Run, saved: Mapping[str, Any]) -> str | None:
+def _differs(run: Run, saved: Mapping[str, Any]) -> ConfigError | None:
     """Return the reason why a checkpoint belongs to another run; None if it fits."""
     now, before = dict(_flat(asdict(run.config))), dict(_flat(saved["config"]))
     pairs = [(key, before[key], now[key]) for key in now if key in before and key not in FREE]
     pairs += [(f"data.{key}", saved["data"][key], value) for key, value in run.data.items()]
     for key, old, new in pairs:
         if old != new:
-            return (
+            return ConfigError(
                 f"a run must resume with its original settings, but {key} was {old!r} and is now "
-                f"{new!r}; give {key} as it was, or start another run with --name=NAME"
+                f"{new!r}; give {key} as it was, or start another run with --name=NAME",
+                code="resumed-with-other-settings",
             )
     if run.config.epochs <= saved["sampler"]["epoch"]:
-        return (
+        return ConfigError(
             f"epochs must be above those that are done, {saved['sampler']['epoch']}, not "
-            f"{run.config.epochs}; raise it"
+            f"{run.config.epochs}; raise it",
+            code="no-epoch-left",
         )
     return None
 

@@ -10,6 +10,7 @@ from daso.comm.device.staging import DeviceStaging
 from daso.comm.engine import Work
 from daso.comm.mpi import load
 from daso.comm.reduction import device_buffer
+from daso.errors import TopologyError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,13 +34,16 @@ def cuda_aware() -> bool | None:
 
 def library_problem(
     topology: "Topology", device: torch.device, timeout_seconds: float
-) -> str | None:
+) -> TopologyError | None:
     """Return why MPI cannot send from ``device``, as the library reports it, or None if it can.
 
     Collective over the world; blocking.
     """
     if device.type != "cuda":
-        return f"Exchange(gpu_direct=True) needs parameters on a CUDA device, not on {device}"
+        return TopologyError(
+            f"Exchange(gpu_direct=True) needs parameters on a CUDA device, not on {device}",
+            code="gpu-direct-without-gpu",
+        )
     reported = cuda_aware()
     if all(gather(topology, bool(reported), timeout_seconds)):
         return None
@@ -48,13 +52,16 @@ def library_problem(
         False: "reports no support",
         None: "has no such call",
     }
-    return (
+    return TopologyError(
         f"Exchange(gpu_direct=True) needs an MPI library that reads and writes the memory of CUDA "
-        f"devices (MPIX_Query_cuda_support), but this one {answer[reported]}; {REMEDY}"
+        f"devices (MPIX_Query_cuda_support), but this one {answer[reported]}; {REMEDY}",
+        code="mpi-without-cuda",
     )
 
 
-def trial(comm: "MPI.Comm", device: torch.device, copies: DeviceStaging) -> Work[str | None]:
+def trial(
+    comm: "MPI.Comm", device: torch.device, copies: DeviceStaging
+) -> Work[TopologyError | None]:
     """Send a buffer from each rank's device to the next rank; return the problem found, or None.
 
     Runs between the ranks and in the thread that will use it. A library that reports support
@@ -80,7 +87,8 @@ def trial(comm: "MPI.Comm", device: torch.device, copies: DeviceStaging) -> Work
     expected = torch.arange(TRIAL_NUMEL, dtype=on_host.dtype, device="cpu") + (rank - 1) % size
     if torch.equal(on_host, expected):
         return None
-    return (
+    return TopologyError(
         f"this MPI library reports that it reads and writes the memory of CUDA devices, but a row "
-        f"sent from one arrived as something else; {REMEDY}"
+        f"sent from one arrived as something else; {REMEDY}",
+        code="mpi-corrupts-gpu-memory",
     )

@@ -70,12 +70,14 @@ def set_aside(everybody: "MPI.Comm", spares: int) -> "MPI.Comm":
         raise TopologyError(
             "spare ranks (DASO_SPARES) replace lost ranks, which needs `mpirun --with-ft ulfm` of "
             "Open MPI 5 or later, but this job runs without it; start the job with "
-            "`daso run --spares N`, or unset DASO_SPARES"
+            "`daso run --spares N`, or unset DASO_SPARES",
+            code="spares-need-ulfm",
         )
     if world_size < 2:
         raise TopologyError(
             f"besides spare ranks, two ranks must train, but of {everybody.Get_size()} ranks "
-            f"{spares} are spare; start more"
+            f"{spares} are spare; start more",
+            code="too-few-trained-ranks",
         )
     return everybody.Split(int(everybody.Get_rank() >= world_size), everybody.Get_rank())
 

@@ -122,7 +122,7 @@ class StepWatchdog:
         self._pending: list[tuple[int, Sequence[int]]] = []  # messages without a verdict so far
         self._meetings = 0  # finished meetings: equal on all ranks unless they are out of step
         self._announced = False  # at this meeting
-        self._verdict: str | None = None
+        self._verdict: ExchangeError | None = None
         self._lock = threading.Lock()
 
     def follow(self, position: Callable[[], Position]) -> None:
@@ -154,7 +154,7 @@ class StepWatchdog:
                         self._send(MEETING, here.steps, self._meetings, here.rounds)
                 self._read(here)
             if self._verdict is not None:
-                raise ExchangeError(self._verdict)
+                raise self._verdict
 
     def _send(self, tag: int, *numbers: int) -> None:
         for rank in self._neighbours:
@@ -166,7 +166,7 @@ class StepWatchdog:
         earlier = [(source, MEETING, numbers) for source, numbers in pending]
         for source, tag, numbers in [*earlier, *self._notes.arrived()]:
             if tag == GIVEN_UP:
-                self._verdict = _text(*numbers)
+                self._verdict = _error(*numbers)
                 self._send(GIVEN_UP, *numbers)
             elif numbers[1] < self._meetings:  # it waited for this rank, which has arrived since
                 continue
@@ -185,7 +185,7 @@ class StepWatchdog:
                 return
 
     def _give_up(self, *numbers: int) -> None:
-        self._verdict = _text(*numbers)
+        self._verdict = _error(*numbers)
         self._send(GIVEN_UP, *numbers)
 
     def revoke(self) -> None:
@@ -197,16 +197,18 @@ class StepWatchdog:
         self._notes.free()
 
 
-def _text(rank: int, count: int, other: int, others_count: int, steps: int) -> str:
-    """Return the error message: ranks differ in steps or, if ``steps`` is not 0, in averages."""
+def _error(rank: int, count: int, other: int, others_count: int, steps: int) -> ExchangeError:
+    """Return the error: ranks differ in steps or, if ``steps`` is not 0, in averages."""
     if not steps:
-        return (
+        return ExchangeError(
             f"every rank must take the same number of steps, but rank {rank} took {count} and rank "
             f"{other} took {others_count}; give every rank the same number of batches, and call "
-            f"synchronize() on every rank"
+            f"synchronize() on every rank",
+            code="steps-differ-between-ranks",
         )
-    return (
+    return ExchangeError(
         f"every rank must average gradients equally often, but at step {steps} rank {rank} had "
         f"averaged {count} times and rank {other} {others_count} times; call backward() equally "
-        f"often on every rank, or under no_sync()"
+        f"often on every rank, or under no_sync()",
+        code="averages-differ-between-ranks",
     )

@@ -22,21 +22,25 @@ from daso.errors import TopologyError
 Late = Callable[[], None]
 
 
-def device_problem(topology: Topology, device: torch.device, timeout_seconds: float) -> str | None:
+def device_problem(
+    topology: Topology, device: torch.device, timeout_seconds: float
+) -> TopologyError | None:
     """Return why parameters on ``device`` cannot be trained with those of the other ranks, or None.
 
     Collective over the world; blocking.
     """
     first = broadcast(topology, device.type, timeout_seconds)
     if device.type != first:
-        return (
+        return TopologyError(
             f"parameters must be on the same type of device on every rank, but they are on "
-            f"{device} here and on {first} on rank 0; move every rank's model before wrapping"
+            f"{device} here and on {first} on rank 0; move every rank's model before wrapping",
+            code="device-types-differ",
         )
     if device.type not in ("cpu", "cuda"):
-        return (
+        return TopologyError(
             f"parameters must be on the CPU or a CUDA device, not on {device}; move the model to "
-            f"one before wrapping its optimizer"
+            f"one before wrapping its optimizer",
+            code="device-not-supported",
         )
     return None
 
@@ -49,10 +53,10 @@ def check_device(
     Collective over the world; blocking.
     """
     problem = device_problem(topology, device, timeout_seconds)
-    topology.raise_on_all_ranks(problem, TopologyError, timeout_seconds)
+    topology.raise_on_all_ranks(problem, timeout_seconds)
     if gpu_direct and topology.nodes > 1:
         problem = library_problem(topology, device, timeout_seconds)
-        topology.raise_on_all_ranks(problem, TopologyError, timeout_seconds)
+        topology.raise_on_all_ranks(problem, timeout_seconds)
 
 
 def wants_nccl(
@@ -109,7 +113,7 @@ def _nccl_node(
 ) -> NcclNode | None:
     """Start NCCL if the node uses it; raise the same error on every rank if that fails on any."""
     problem = nccl_problem() if uses_nccl else None
-    topology.raise_on_all_ranks(problem, TopologyError, timeout_seconds)
+    topology.raise_on_all_ranks(problem, timeout_seconds)
     node = None
     if uses_nccl:
         try:
@@ -120,7 +124,7 @@ def _nccl_node(
                 f"it does not start: {error}", "see what NCCL says with NCCL_DEBUG=WARN"
             )
     try:
-        topology.raise_on_all_ranks(problem, TopologyError, timeout_seconds)
+        topology.raise_on_all_ranks(problem, timeout_seconds)
     except TopologyError:
         if node is not None:
             node.abandon()
@@ -128,16 +132,17 @@ def _nccl_node(
     return node
 
 
-def nccl_problem() -> str | None:
+def nccl_problem() -> TopologyError | None:
     """Return why NCCL cannot be loaded here, with the remedy, or None if it can."""
     library = nccl.describe()
     return None if library["available"] else _refusal(library["why"], library["remedy"])
 
 
-def _refusal(why: str, remedy: str) -> str:
-    return (
+def _refusal(why: str, remedy: str) -> TopologyError:
+    return TopologyError(
         f"ranks of a node that have a GPU each need cupy's NCCL, but {why}; {remedy}, or average "
-        f"on the host: gradients=daso.Gradients(reducer='host')"
+        f"on the host: gradients=daso.Gradients(reducer='host')",
+        code="nccl-not-usable",
     )
 
 

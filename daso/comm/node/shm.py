@@ -124,7 +124,8 @@ def free_bytes() -> int | None:
 def _too_small(nbytes: int, why: str) -> TopologyError:
     return TopologyError(
         f"a node needs {nbytes} bytes of shared memory per rank, but {why}; enlarge "
-        f"{SHM_DIRECTORY} (containers: --shm-size) or use fewer ranks per node"
+        f"{SHM_DIRECTORY} (containers: --shm-size) or use fewer ranks per node",
+        code="too-little-shared-memory",
     )
 
 

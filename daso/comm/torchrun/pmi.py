@@ -59,7 +59,8 @@ def rendezvous(agents: TorchrunAgents, limit_seconds: float) -> socket.socket:
     raise TopologyError(
         f"ranks that torchrun started must all start MPI within {limit_seconds:g} s, but world "
         f"rank {agents.rank} of {agents.size} met no other ({problem}); see that each calls "
-        f"daso.init(), and reaches {agents.host}"
+        f"daso.init(), and reaches {agents.host}",
+        code="torchrun-rank-alone",
     )
 
 
@@ -85,7 +86,8 @@ def _connect(agents: TorchrunAgents, server: str, deadline: float) -> socket.soc
     missing = reply.removeprefix("missing ").replace(",", ", ")
     raise TopologyError(
         f"ranks that torchrun started must all start MPI in time, but of {agents.size} world rank "
-        f"{missing} did not come; see that each calls daso.init()"
+        f"{missing} did not come; see that each calls daso.init()",
+        code="torchrun-ranks-missing",
     )
 
 
@@ -111,7 +113,8 @@ def _start_server(size: int, limit_seconds: float) -> str:
     if not line:
         raise TopologyError(
             f"rank 0 must be able to start `{' '.join(words[1:3])}`, but that ended with exit code "
-            f"{server.wait()}; see that {sys.executable} finds daso from any folder"
+            f"{server.wait()}; see that {sys.executable} finds daso from any folder",
+            code="torchrun-server-failed",
         )
     return line
 

@@ -45,7 +45,8 @@ class Base:
             raise FlowError(
                 f"a node must get every state of an instance once, but state {key[1:]} came "
                 f"twice to {self.node.kind} {self.node.name!r}; let update, flatmap or ungroup "
-                f"make the states different"
+                f"make the states different",
+                code="state-came-twice",
             )
         self.cache[key] = state
 
@@ -56,7 +57,8 @@ class Base:
         except TypeError:
             raise FlowError(
                 f"a state must be a tuple of whole numbers, but {self.node.kind} "
-                f"{self.node.name!r} was given {state!r}"
+                f"{self.node.name!r} was given {state!r}",
+                code="state-not-whole-numbers",
             ) from None
 
 

@@ -28,7 +28,10 @@ class Wiring:
             if node.name == name:
                 return node.index
         names = ", ".join(repr(node.name) for node in self.nodes if node.kind == "layer")
-        raise FlowError(f"the flow must have a node {name!r}, but has none; its layers are {names}")
+        raise FlowError(
+            f"the flow must have a node {name!r}, but has none; its layers are {names}",
+            code="unknown-flow-node",
+        )
 
     def description(self) -> list[Any]:
         """Return names, ports and shapes of all nodes, to compare ranks."""
@@ -92,7 +95,8 @@ def _check_ends(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
     if len(sources) != 1:
         raise FlowError(
             f"a flow must have one source, not {len(sources)}; a source can send several tensors, "
-            f"and several messages"
+            f"and several messages",
+            code="several-flow-sources",
         )
     used = {(edge.source, edge.out) for edge in edges}
     for node in nodes:
@@ -100,7 +104,8 @@ def _check_ends(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
             if (node.index, port) not in used:
                 raise FlowError(
                     f"every port must be used, but no node takes the messages of port {port} of "
-                    f"{node.kind} {node.name!r}; connect it to a loss, or to drop()"
+                    f"{node.kind} {node.name!r}; connect it to a loss, or to drop()",
+                    code="port-not-used",
                 )
 
 
@@ -114,7 +119,8 @@ def _check_modules(nodes: Sequence[Node]) -> None:
             if other != node.name:
                 raise FlowError(
                     f"each parameter must belong to one node, which updates it, but {other!r} and "
-                    f"{node.name!r} share one; use one node, and phi() and cond() around it"
+                    f"{node.name!r} share one; use one node, and phi() and cond() around it",
+                    code="parameter-of-two-nodes",
                 )
 
 
@@ -130,13 +136,15 @@ def _check_loops(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
         if all(nodes[node].kind != "cond" or following[node] <= loop for node in loop):
             raise FlowError(
                 f"a loop must have a way out, a cond with a port that leads outside, but {names} "
-                f"have none"
+                f"have none",
+                code="loop-without-exit",
             )
         fixed = {node for node in loop if nodes[node].kind not in CHANGES_STATE}
         if _loops(fixed, {node: following[node] & fixed for node in fixed}):
             raise FlowError(
                 f"a message must change its state on every way around a loop, or its states "
-                f"repeat, but one way in {names} has no update, group, ungroup or flatmap"
+                f"repeat, but one way in {names} has no update, group, ungroup or flatmap",
+                code="loop-without-new-state",
             )
 
 
@@ -212,5 +220,6 @@ def _check_join(
                 raise FlowError(
                     f"messages at the ports of {node.name!r} must be able to meet, but those of "
                     f"port {edge.into} took way {way} of {nodes[cond].name!r} and those of port "
-                    f"{other.into} way {second_way}; a message takes one: use phi() instead"
+                    f"{other.into} way {second_way}; a message takes one: use phi() instead",
+                    code="ports-cannot-meet",
                 )

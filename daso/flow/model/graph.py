@@ -9,6 +9,7 @@ payload.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from daso.checks import check, whole
 from daso.errors import FlowError
 from daso.flow.model.draw import dot, listing, mermaid
 from daso.flow.model.node import Edge, Item, MakeOptimizer, Node, Port, State
-from daso.flow.model.signatures import argument_counts, draws
+from daso.flow.model.signatures import check_width, draws
 
 
 class Graph:
@@ -68,17 +69,19 @@ class Graph:
         """
         if not isinstance(module, nn.Module):
             raise FlowError(
-                f"a layer must be a torch.nn.Module, not {module!r}; use function() for it"
+                f"a layer must be a torch.nn.Module, not {module!r}; use function() for it",
+                code="layer-not-a-module",
             )
         name = type(module).__name__.lower() if name is None else name
         check("batch", batch, whole(1))
         if batch > 1 and draws(module):
             raise FlowError(
                 f"layer {name!r} draws random numbers (dropout), which depend on a message's state "
-                f"alone, so it must compute messages one by one; leave batch at 1"
+                f"alone, so it must compute messages one by one; leave batch at 1",
+                code="random-layer-in-batch",
             )
         port = self._joined(name, ports)
-        self._fits(name, module.forward, port.width, 0)
+        check_width(name, module.forward, port.width, 0)
         return self._add("layer", name, (port,), (outputs,), module, batch, optimizer)[0]
 
     def function(
@@ -94,7 +97,7 @@ class Graph:
         """
         name = _named(call, name)
         port = self._joined(name, ports)
-        self._fits(name, call, port.width, 1)
+        check_width(name, call, port.width, 1)
         return self._add("function", name, (port,), (outputs,), call)[0]
 
     def loss(self, call: Callable[..., Any], *ports: Port, name: str = "loss") -> None:
@@ -107,7 +110,7 @@ class Graph:
             name: Name in messages and drawings.
         """
         port = self._joined(name, ports)
-        self._fits(name, call, port.width, 1)
+        check_width(name, call, port.width, 1)
         self._add("loss", name, (port,), (), call)
 
     def drop(self, port: Port, *, name: str = "drop") -> None:
@@ -160,7 +163,8 @@ class Graph:
         if node.kind != "phi":
             raise FlowError(
                 f"a port can be connected to a phi, not to {node.kind} {node.name!r}; give it to "
-                f"the node's own method"
+                f"the node's own method",
+                code="port-not-to-phi",
             )
         self._same_width(node.name, [port], phi.width, node.inputs)
         self.edges.append(Edge(port.node, port.port, node.index, node.inputs))
@@ -274,11 +278,15 @@ class Graph:
         """
         self._check_ports(name, port)
         if not sizes or min(sizes) < 0:
-            raise FlowError(f"the sizes of split {name!r} must be 0 or more, not {tuple(sizes)}")
+            raise FlowError(
+                f"the sizes of split {name!r} must be 0 or more, not {tuple(sizes)}",
+                code="split-below-zero",
+            )
         if dim is None and sum(sizes) != port.width:
             raise FlowError(
                 f"the sizes of split {name!r} must add up to the tensors of a message there, "
-                f"{port.width}, not to {sum(sizes)}; give dim to cut the tensors themselves"
+                f"{port.width}, not to {sum(sizes)}; give dim to cut the tensors themselves",
+                code="split-wrong-sum",
             )
         widths = tuple(sizes) if dim is None else (port.width,) * len(sizes)
         return self._add("split", name, (port,), widths, dim, tuple(sizes))
@@ -320,12 +328,17 @@ class Graph:
 
     def _check_ports(self, name: str, *ports: Port) -> None:
         if not ports:
-            raise FlowError(f"node {name!r} must be given a port at least")
+            raise FlowError(
+                f"node {name!r} must be given a port at least", code="node-without-port"
+            )
         for port in ports:
             known = isinstance(port, Port) and 0 <= port.node < len(self.nodes)
             widths = self.nodes[port.node].outputs if known else ()
             if not known or widths[port.port : port.port + 1] != (port.width,):
-                raise FlowError(f"node {name!r} must be given ports of this graph, not {port!r}")
+                raise FlowError(
+                    f"node {name!r} must be given ports of this graph, not {port!r}",
+                    code="port-of-other-graph",
+                )
 
     def _joined(self, name: str, ports: Sequence[Port]) -> Port:
         self._check_ports(name, *ports)
@@ -333,25 +346,14 @@ class Graph:
             return ports[0]
         return self.concat(*ports, name=f"{name} inputs")
 
-    def _fits(self, name: str, call: Any, width: int, before: int) -> None:
-        least, most = argument_counts(call)
-        if not least - before <= width <= most - before:
-            range_text = (
-                f"{least - before}" if least == most else f"{least - before} to {most - before}"
-            )
-            item = "the item and " if before else ""
-            raise FlowError(
-                f"node {name!r} must be given as many tensors as it takes, {item}{range_text}, but "
-                f"messages come there with {width}"
-            )
-
     def _same_width(self, name: str, ports: Sequence[Port], width: int, first: int = 0) -> None:
         for number, port in enumerate(ports, first):
             if port.width != width:
                 raise FlowError(
                     f"messages must have as many tensors at every port of node {name!r}, {width}, "
                     f"but those that {self.nodes[port.node].name!r} sends to its port {number} "
-                    f"have {port.width}"
+                    f"have {port.width}",
+                    code="ports-of-unequal-tensors",
                 )
 
     def _add(
@@ -373,12 +375,8 @@ class Graph:
 
     def _free_name(self, name: str) -> str:
         names = {node.name for node in self.nodes}
-        if name not in names:
-            return name
-        number = 2
-        while f"{name} {number}" in names:
-            number += 1
-        return f"{name} {number}"
+        candidates = chain((name,), (f"{name} {number}" for number in count(2)))
+        return next(free for free in candidates if free not in names)
 
 
 def _named(call: Any, name: str | None) -> str:

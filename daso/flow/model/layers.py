@@ -10,6 +10,7 @@ from torch import nn
 from daso.comm.control import broadcast_row
 from daso.comm.reduction import accumulator
 from daso.comm.topology import Topology
+from daso.errors import CheckpointError, ConfigError
 from daso.flow.model.checks import Wiring
 from daso.flow.model.node import MakeOptimizer, Node
 from daso.flow.model.weights import Weights
@@ -57,14 +58,15 @@ class Layers:
             for module in trained:
                 module.training = True
 
-    def changed(self) -> str | None:
-        """Return an error text if a parameter was frozen or unfrozen; None if none was."""
+    def changed(self) -> ConfigError | None:
+        """Return an error if a parameter was frozen or unfrozen; None if none was."""
         for (layer, name), trains in self._flags().items():
             if trains != self._trained.get((layer, name), trains):
-                return (
+                return ConfigError(
                     f"parameters must stay trained or frozen while a flow.Runtime is open, but "
                     f"{name} of layer {layer!r} was {'unfrozen' if trains else 'frozen'}; close "
-                    f"it, and make a new one"
+                    f"it, and make a new one",
+                    code="trained-parameters-changed",
                 )
         return None
 
@@ -146,28 +148,31 @@ class Layers:
         }
         return {"ranks_of": [list(ranks) for ranks in self.ranks_of], "layers": states}
 
-    def unfit(self, state: Mapping[str, Any]) -> str | None:
+    def unfit(self, state: Mapping[str, Any]) -> CheckpointError | None:
         """Return why a state cannot be loaded; None if it can."""
         homes, size = state["ranks_of"], self._topology.world_size
         nodes = len(self.wiring.nodes)
         if homes and (len(homes) != nodes or max(map(max, homes)) >= size):
-            return (
+            return CheckpointError(
                 f"state must be that of the same flow, of {nodes} nodes on no more ranks "
                 f"than these, {size}, but it is of {len(homes)} nodes on "
-                f"{max(map(max, homes)) + 1} ranks"
+                f"{max(map(max, homes)) + 1} ranks",
+                code="state-of-other-flow",
             )
         names = {node.name for node in self.nodes}
         if not set(state["layers"]) <= names:
-            return (
+            return CheckpointError(
                 f"state must be that of the same flow, but it has layers "
-                f"{sorted(set(state['layers']) - names)}, which are not in this one"
+                f"{sorted(set(state['layers']) - names)}, which are not in this one",
+                code="state-of-other-flow",
             )
         rank = self._topology.rank
         own = {node.name for node in self.nodes if homes and rank in homes[node.index]}
         if homes and own != set(state["layers"]):
-            return (
+            return CheckpointError(
                 f"state must be that of rank {rank}, with layers {sorted(own)}, but it has "
-                f"{sorted(state['layers'])}; save and load one on every rank"
+                f"{sorted(state['layers'])}; save and load one on every rank",
+                code="state-of-other-rank",
             )
         return None
 

@@ -1,4 +1,4 @@
-"""Properties of a callable, found without calling it."""
+"""Properties of a callable, known without a call of it."""
 
 import inspect
 import sys
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from daso.errors import FlowError
 from daso.torch_private import Dropout
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -23,6 +24,21 @@ def argument_counts(call: Callable[..., Any]) -> tuple[int, int]:
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         return least, sys.maxsize
     return least, len(placed)
+
+
+def check_width(name: str, call: Any, width: int, before: int) -> None:
+    """Refuse messages of a number of tensors that a node's callable does not take."""
+    least, most = argument_counts(call)
+    if not least - before <= width <= most - before:
+        range_text = (
+            f"{least - before}" if least == most else f"{least - before} to {most - before}"
+        )
+        item = "the item and " if before else ""
+        raise FlowError(
+            f"node {name!r} must be given as many tensors as it takes, {item}{range_text}, but "
+            f"messages come there with {width}",
+            code="tensors-do-not-fit",
+        )
 
 
 def draws(module: nn.Module) -> bool:

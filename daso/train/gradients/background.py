@@ -46,7 +46,8 @@ class BackgroundReducer(ABC):
         if self._handles:
             raise ExchangeError(
                 "a backward must hand over all gradients before the next one begins, but one was "
-                "broken off; start again, from a checkpoint"
+                "broken off; start again, from a checkpoint",
+                code="backward-broken-off",
             )
         self._submitted.clear()
         self._averaged.clear()
@@ -78,7 +79,8 @@ class BackgroundReducer(ABC):
         engine.give_up()
         raise StallError(
             f"all ranks must take part in a step within {engine.timeout_seconds:g} s, but they did "
-            f"not: {missing}; look there, or raise Exchange.timeout_seconds"
+            f"not: {missing}; look there, or raise Exchange.timeout_seconds",
+            code="ranks-did-not-arrive",
         )
 
     @contextmanager
@@ -156,7 +158,8 @@ class CarriedBuckets:
             raise ConfigError(
                 "a step must follow each backward where no step waits for all gradients, but "
                 "another backward came first; put all but the last under optimizer.no_sync(), "
-                "or use Gradients(step='model')"
+                "or use Gradients(step='model')",
+                code="backward-without-step",
             )
         self._background = background
         portions = [(bucket.portion, bucket.memory) for bucket in self._rows.buckets]

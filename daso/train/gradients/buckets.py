@@ -81,9 +81,8 @@ class FlatGradients:
         Collective over the node; blocking.
         """
         self.order = order = self.order or list(order)
-        bucket_bytes = self.bucket_bytes
         self._place_of = {index: at for at, index in enumerate(order)}
-        self._least_bytes = min(bucket_bytes, MIN_BUCKET_BYTES)  # a run that is resumed had less
+        self._least_bytes = min(self.bucket_bytes, MIN_BUCKET_BYTES)  # resumed runs had less
         types = [gradient_dtype(tensor) for _, tensor in self.named]
         for dtype in dict.fromkeys(types):
             params = tuple(index for index in order if types[index] == dtype)
@@ -97,7 +96,7 @@ class FlatGradients:
             self._rows.append(Row(params, nbytes, spans, memory, second_storage(memory.flat)))
             for index, tensor, span in zip(params, tensors, spans, strict=True):
                 self._views[index] = view_like(memory.flat[slice(*span)], tensor)
-        self.cut(bucket_bytes)
+        self.cut(self.bucket_bytes)
 
     def arrangement(self) -> tuple[list[int], int]:
         """Return the arguments of `arrange` for this layout: parameter order, bytes of a bucket."""
@@ -336,12 +335,14 @@ def check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
     if tensor.grad is not None and tensor.grad.is_sparse:
         raise LayoutError(
             f"gradients must be dense, but {name} got a sparse one; make its layer with "
-            f"sparse=False"
+            f"sparse=False",
+            code="gradient-is-sparse",
         )
     if again:
         raise LayoutError(
             f"a parameter must get its gradient once in a backward, but {name} got two; use "
-            f"checkpoint(..., use_reentrant=False)"
+            f"checkpoint(..., use_reentrant=False)",
+            code="gradient-came-twice",
         )
 
 
@@ -351,7 +352,8 @@ def _check_type(name: str, grad: torch.Tensor, view: torch.Tensor) -> None:
         kind, row = (str(tensor.dtype).removeprefix("torch.") for tensor in (grad, view))
         raise LayoutError(
             f"gradients must have one type, but that of {name} is {kind} and is averaged in {row}; "
-            f"set its grad_dtype to torch.{kind} before daso.DASO(...)"
+            f"set its grad_dtype to torch.{kind} before daso.DASO(...)",
+            code="gradient-types-differ",
         )
 
 
@@ -365,8 +367,7 @@ def _counts(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _references(tensors: Mapping[int, torch.Tensor], index: int) -> int:
     """Return the references to a tensor that a dictionary has."""
-    tensor = tensors[index]
-    return sys.getrefcount(tensor)
+    return sys.getrefcount(tensors[index])
 
 
 def _least_counts() -> tuple[int, int, int]:

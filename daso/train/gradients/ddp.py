@@ -66,5 +66,6 @@ class DdpFinder:
                     f"DDP must average inside a node only, but the model's DDP averages over "
                     f"{size} ranks, and a node has {local_size}; leave it out, since DASO averages "
                     f"inside a node too, or make it with "
-                    f"process_group=torch.distributed.new_group(RANKS OF THE NODE)"
+                    f"process_group=torch.distributed.new_group(RANKS OF THE NODE)",
+                    code="ddp-across-nodes",
                 )

@@ -129,7 +129,7 @@ class _Round:
     def guarded(self, poll: Callable[[], bool]) -> bool:
         """Poll, and record an error for the other thread."""
         if self.failed is not None:
-            raise ExchangeError(f"{self.failed}") from self.failed
+            raise ExchangeError(f"{self.failed}", code="averaging-failed") from self.failed
         try:
             return poll()
         except BaseException as error:

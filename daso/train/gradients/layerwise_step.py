@@ -90,12 +90,14 @@ class LayerwiseStep:
         if has_hooks(inner):
             raise ConfigError(
                 f"an optimizer that steps layer by layer must have no hooks on its step, but "
-                f"{type(inner).__name__} has; {INSTEAD}"
+                f"{type(inner).__name__} has; {INSTEAD}",
+                code="layerwise-step-with-hooks",
             )
         if not self._buckets.rows.untouched():
             raise ConfigError(
                 f"gradients must be left alone between backward and step where no step waits for "
-                f"all of them, but they were changed (clipping, scaling?); {INSTEAD}"
+                f"all of them, but they were changed (clipping, scaling?); {INSTEAD}",
+                code="gradients-changed-before-step",
             )
         tensors = [tensor for _, tensor in self._trained.named]
         self._due = PendingStep(
@@ -117,7 +119,8 @@ class LayerwiseStep:
             raise ConfigError(
                 f"parameters must be used by a module's forward where no step waits for all "
                 f"gradients, but {self._trained.named[index][0]} was used before the step with "
-                f"its last gradient; call the module, or {INSTEAD}"
+                f"its last gradient; call the module, or {INSTEAD}",
+                code="parameter-used-before-step",
             )
 
     def flush(self) -> None:
@@ -194,7 +197,8 @@ class LayerwiseStep:
         if not due.checked and not self._buckets.rows.untouched():
             raise ConfigError(
                 "gradients must be reset by optimizer.zero_grad(), or set to None, where no step "
-                f"waits for all of them, but they were written to after step(); {INSTEAD}"
+                f"waits for all of them, but they were written to after step(); {INSTEAD}",
+                code="gradients-written-after-step",
             )
         due.checked = True
 

@@ -34,7 +34,8 @@ def refuse_counting(inner: torch.optim.Optimizer, values: Values, instead: str) 
     if key is not None:
         raise ConfigError(
             f"an optimizer that steps layer by layer must leave its groups as they are, but "
-            f"{type(inner).__name__} counts in {key!r}; {instead}"
+            f"{type(inner).__name__} counts in {key!r}; {instead}",
+            code="optimizer-counts-in-groups",
         )
 
 

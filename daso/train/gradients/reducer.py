@@ -351,7 +351,8 @@ class GradientReducer:
         if any(grad is not None and self.owns(grad) for grad in grads):
             raise ConfigError(
                 "after a backward that raised gradients must be reset by optimizer.zero_grad(), or "
-                "set to None (they may be on their way to other ranks), but they were not"
+                "set to None (they may be on their way to other ranks), but they were not",
+                code="gradients-kept-after-error",
             )
         for _, tensor in self.named:
             tensor.grad = None

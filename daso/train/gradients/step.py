@@ -256,7 +256,8 @@ class GradientStep:
             raise ConfigError(
                 "a GradScaler must look at gradients that are averaged, but the last backward was "
                 "inside no_sync(), and step() averages after it has looked; leave the last "
-                "backward outside of no_sync()"
+                "backward outside of no_sync()",
+                code="scaler-inside-no-sync",
             )
         reducer.finish_round()
         return late
@@ -358,7 +359,8 @@ class GradientStep:
         if met:
             raise ConfigError(
                 f"a step must need no gradient but a layer's own where no step waits for all of "
-                f"them, but {what} need all; {INSTEAD}"
+                f"them, but {what} need all; {INSTEAD}",
+                code="step-needs-all-gradients",
             )
 
     # --- end ---------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
             if earlier_ids & own_ids:
                 raise ConfigError(
                     f"a parameter must belong to one optimizer, but optimizer {number} "
-                    f"({type(optimizer).__name__}) has some of those before it; give each its own"
+                    f"({type(optimizer).__name__}) has some of those before it; give each its own",
+                    code="parameter-of-two-optimizers",
                 )
             earlier_ids |= own_ids
 
@@ -93,7 +94,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         raise ConfigError(
             "parameters must be added to one of several optimizers, but not to all; call "
             "optimizer.inner.optimizers[NUMBER].add_param_group(...), which is noticed at the next "
-            "step"
+            "step",
+            code="parameters-added-to-one",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +129,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         if sizes[0] != sizes[1]:
             raise CheckpointError(
                 f"a state of several optimizers must have groups of {sizes[1]} parameters, as they "
-                f"have, but it has {sizes[0]}; load it into the same optimizers"
+                f"have, but it has {sizes[0]}; load it into the same optimizers",
+                code="combined-state-differs",
             )
         for optimizer in self.optimizers:
             count = len(optimizer.param_groups)

@@ -119,7 +119,8 @@ def refuse(what: str, remedy: str) -> None:
     raise CheckpointError(
         f"{SAVER} keeps one copy for all ranks, so {what} must be the same on all nodes, but "
         f"between exchanges they differ; call optimizer.{remedy} before it, or save each rank's "
-        f"own state_dict() by torch.save"
+        f"own state_dict() by torch.save",
+        code="saved-between-exchanges",
     )
 
 
@@ -141,7 +142,8 @@ def unpacked(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"the key 'daso' of a parameter group must be what {SAVER} was given, but it is "
-            f"{text!r:.60}; leave it out to load the inner optimizer's state alone"
+            f"{text!r:.60}; leave it out to load the inner optimizer's state alone",
+            code="group-key-not-daso",
         ) from error
 
 

@@ -79,14 +79,14 @@ def check_sharding(
     """
     any_sharded = check_shards([*trained.named, *trained.others()], topology, timeout_seconds)
     same = topology.equal_on_all_ranks(trained.is_sharded, timeout_seconds)
-    topology.raise_on_all_ranks(
-        None
-        if same
-        else "the same sharded parameters must be trained on every rank, but some "
-        "train none; freeze the same ones everywhere",
-        LayoutError,
-        timeout_seconds,
-    )
+    problem = None
+    if not same:
+        problem = LayoutError(
+            "the same sharded parameters must be trained on every rank, but some train none; "
+            "freeze the same ones everywhere",
+            code="sharded-parameters-differ",
+        )
+    topology.raise_on_all_ranks(problem, timeout_seconds)
     return any_sharded
 
 
@@ -108,37 +108,41 @@ def check_same_layout(
     Collective over the world; blocking.
     """
     problem = _problem(trained.local, trained.module)
-    topology.raise_on_all_ranks(problem, LayoutError, timeout_seconds)
+    topology.raise_on_all_ranks(problem, timeout_seconds)
     layout = layout_of(trained.named)
     if topology.equal_on_all_ranks(layout.digest, timeout_seconds):
         return
     first = broadcast(topology, layout.slots, timeout_seconds)
     difference = first_difference(layout, lay_out(first))
-    topology.raise_on_all_ranks(
-        difference
-        and f"parameters must be the same in name, shape, type and order on every rank, but here "
-        f"{difference} on rank 0; build the model in the same way everywhere",
-        LayoutError,
-        timeout_seconds,
-    )
+    if difference:
+        problem = LayoutError(
+            f"parameters must be the same in name, shape, type and order on every rank, but here "
+            f"{difference} on rank 0; build the model in the same way everywhere",
+            code="parameters-differ-between-ranks",
+        )
+    topology.raise_on_all_ranks(problem, timeout_seconds)
     raise AssertionError("digests differ where layouts do not")
 
 
-def _device_problem(named: Named) -> str | None:
+def _device_problem(named: Named) -> LayoutError | None:
     first, device = named[0][0], named[0][1].device
     for name, tensor in named:
         if tensor.device != device:
-            return (
+            return LayoutError(
                 f"parameters of one rank must be on one device, but {first} is on {device} and "
                 f"{name} on {tensor.device}; move the whole model to one before wrapping its "
-                f"optimizer"
+                f"optimizer",
+                code="parameters-on-several-devices",
             )
     return None
 
 
-def _problem(named: Named, module: torch.nn.Module | None) -> str | None:
+def _problem(named: Named, module: torch.nn.Module | None) -> LayoutError | None:
     if not named:
-        return "an optimizer must train at least one parameter, but none requires a gradient"
+        return LayoutError(
+            "an optimizer must train at least one parameter, but none requires a gradient",
+            code="no-trained-parameter",
+        )
     problems = (_tensor_problem(name, tensor) for name, tensor in named)
     if problem := next(filter(None, problems), None):
         return problem
@@ -146,24 +150,32 @@ def _problem(named: Named, module: torch.nn.Module | None) -> str | None:
         return problem
     for name, layer in module.named_modules() if module is not None else ():
         if getattr(layer, "sparse", False) is True:
-            return (
+            return LayoutError(
                 f"gradients must be dense, but layer {name or 'the module'} was made with "
-                f"sparse=True; make it with sparse=False"
+                f"sparse=True; make it with sparse=False",
+                code="gradient-is-sparse",
             )
     return None
 
 
-def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
+def _tensor_problem(name: str, tensor: torch.Tensor) -> LayoutError | None:
     if getattr(tensor, "_fsdp_flattened", False):
-        return (
+        return LayoutError(
             f"parameters must be sharded by FSDP2, but {name} is by FSDP1; use "
             f"torch.distributed.fsdp.fully_shard(model, mesh=daso.init(torch_backend=...)"
-            f".mesh['local'])"
+            f".mesh['local'])",
+            code="sharded-by-fsdp1",
         )
     if tensor.is_complex():
-        return f"parameters must be real, but {name} is {tensor.dtype}; use torch.view_as_real"
+        return LayoutError(
+            f"parameters must be real, but {name} is {tensor.dtype}; use torch.view_as_real",
+            code="complex-parameter",
+        )
     if not _is_dense(tensor):
-        return f"parameters must not overlap themselves, but {name} does; call contiguous()"
+        return LayoutError(
+            f"parameters must not overlap themselves, but {name} does; call contiguous()",
+            code="overlapping-parameter",
+        )
     return None
 
 

@@ -109,10 +109,17 @@ class LocalShard:
         return self.param.register_post_accumulate_grad_hook(lambda _: hook(self))
 
 
-def refusal(named: Iterable[tuple[str, torch.Tensor]], what: str, remedy: str) -> str | None:
-    """Return the error text for sharded parameters where they are unsupported, or None."""
+def refusal(
+    named: Iterable[tuple[str, torch.Tensor]], what: str, remedy: str
+) -> LayoutError | None:
+    """Return the error for sharded parameters where they are unsupported, or None."""
     name = next((name for name, tensor in named if is_sharded(tensor)), None)
-    return name and f"parameters must be plain tensors {what}, but {name} is sharded; {remedy}"
+    if name is None:
+        return None
+    return LayoutError(
+        f"parameters must be plain tensors {what}, but {name} is sharded; {remedy}",
+        code="sharded-parameter",
+    )
 
 
 def check_shards(
@@ -126,11 +133,10 @@ def check_shards(
     """
     sharded = [(name, tensor) for name, tensor in named if is_sharded(tensor)]
     if not topology.equal_on_all_ranks(bool(sharded), timeout_seconds):
-        topology.raise_on_all_ranks(
+        raise LayoutError(
             "a model must be sharded on every rank or on none, but it is on some; build it in the "
             "same way everywhere",
-            LayoutError,
-            timeout_seconds,
+            code="sharded-on-some-ranks",
         )
     if not sharded:
         return False
@@ -139,44 +145,49 @@ def check_shards(
     ranks = ranks_of_group(topology)
     problems = (_problem(name, cast("DTensor", param), ranks, topology) for name, param in sharded)
     problem = next(filter(None, problems), None)
-    topology.raise_on_all_ranks(problem, LayoutError, timeout_seconds)
+    topology.raise_on_all_ranks(problem, timeout_seconds)
     # Equal places hold equal shards only if the meshes list them in the same order.
     places = [
         tuple(cast("DTensor", param).device_mesh.get_coordinate() or ()) for _, param in sharded
     ]
     same = gather_in_lane(topology, places, timeout_seconds)
-    topology.raise_on_all_ranks(
-        None
-        if all(other == same[0] for other in same)
-        else f"ranks of equal place in their nodes must hold the same shards, but the meshes of "
-        f"nodes have their ranks in another order; {REMEDY}",
-        LayoutError,
-        timeout_seconds,
-    )
+    if any(other != same[0] for other in same):
+        problem = LayoutError(
+            f"ranks of equal place in their nodes must hold the same shards, but the meshes of "
+            f"nodes have their ranks in another order; {REMEDY}",
+            code="meshes-in-other-order",
+        )
+    topology.raise_on_all_ranks(problem, timeout_seconds)
     return True
 
 
-def _problem(name: str, param: "DTensor", ranks: Sequence[int], topology: Topology) -> str | None:
+def _problem(
+    name: str, param: "DTensor", ranks: Sequence[int], topology: Topology
+) -> LayoutError | None:
     """Return the reason why a sharded parameter cannot be exchanged; None if it can."""
     mesh = sorted(param.device_mesh.mesh.flatten().tolist())
     if len(set(topology.node_sizes)) > 1:
-        return (
+        return LayoutError(
             f"nodes must have the same number of ranks where parameters are sharded, but they have "
-            f"{topology.node_sizes}; start as many on each"
+            f"{topology.node_sizes}; start as many on each",
+            code="shards-on-unequal-nodes",
         )
     if not set(mesh) <= set(ranks):
-        return (
+        return LayoutError(
             f"parameters must be sharded inside a node, but {name} is over ranks {mesh} and this "
-            f"node has {sorted(ranks)}; {REMEDY}: daso averages between nodes"
+            f"node has {sorted(ranks)}; {REMEDY}: daso averages between nodes",
+            code="sharded-over-nodes",
         )
     if len(mesh) != len(ranks):
-        return (
+        return LayoutError(
             f"parameters must be sharded over all {len(ranks)} ranks of a node, but {name} is over "
-            f"{len(mesh)} of them; {REMEDY}"
+            f"{len(mesh)} of them; {REMEDY}",
+            code="sharded-over-some-ranks",
         )
     if any(placement.is_partial() for placement in param.placements):
-        return (
+        return LayoutError(
             f"ranks must hold values of parameters, but of {name} they hold terms of a sum "
-            f"({param.placements}); redistribute() it to Shard or Replicate"
+            f"({param.placements}); redistribute() it to Shard or Replicate",
+            code="partial-parameter",
         )
     return None

@@ -75,7 +75,8 @@ class Survivor:
         if topology.reserve is not None and self._all():
             raise ConfigError(
                 "in a job with spare ranks one optimizer may be wrapped, but this is the second; "
-                "pass all to one (daso.DASO([one, other])), or leave --spares out"
+                "pass all to one (daso.DASO([one, other])), or leave --spares out",
+                code="second-optimizer-with-spares",
             )
         if not topology.is_spare:
             return False
@@ -96,7 +97,8 @@ class Survivor:
             raise ConfigError(
                 "Exchange(elastic=True) needs ranks that meet through daso alone, but parameters "
                 "are sharded, or torch.distributed has a process group, which would wait for lost "
-                "ranks; leave elastic out, and start again from a checkpoint"
+                "ranks; leave elastic out, and start again from a checkpoint",
+                code="elastic-needs-daso-alone",
             )
         cause = problem()
         self._can_survive = cause is None
@@ -136,7 +138,8 @@ class Survivor:
         if self.topology.is_spare:
             raise ConfigError(
                 "a spare rank must wait until it is needed before it trains, but this one did not; "
-                "call optimizer.join() on all ranks, before the first step"
+                "call optimizer.join() on all ranks, before the first step",
+                code="spare-trained-too-early",
             )
 
     # --- noticing a loss ---------------------------------------------------------------------

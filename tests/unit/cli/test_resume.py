@@ -119,7 +119,7 @@ class Alone:
 
     rank, world_size, is_spare = 0, 1, False
 
-    def raise_on_all_ranks(self, problem, error, _):
+    def raise_on_all_ranks(self, problem, _):
         assert problem is None
 
 

@@ -202,12 +202,13 @@ def test_a_row_becomes_that_of_any_rank(monkeypatch):
 )
 def test_a_problem_of_any_rank_is_raised_on_all(problems, text):
     def body(topology):
+        problem = problems[topology.rank]
         with pytest.raises(ConfigError) as caught:
-            control.raise_on_all_ranks(topology, problems[topology.rank], ConfigError)
-        control.raise_on_all_ranks(topology, None, ConfigError)
-        return str(caught.value)
+            control.raise_on_all_ranks(topology, problem and ConfigError(problem, code="said-no"))
+        control.raise_on_all_ranks(topology, None)
+        return str(caught.value), caught.value.code
 
-    assert on_ranks((2, 1), body) == [text] * 3
+    assert on_ranks((2, 1), body) == [(text, "said-no")] * 3
 
 
 def test_equal_values_are_told_from_others():
@@ -248,7 +249,7 @@ WORLD = {
     "broadcast": lambda top: control.broadcast(top, 1, LIMIT),
     "broadcast a row": lambda top: control.broadcast_row(top, row(), 0, LIMIT),
     "barrier": lambda top: control.barrier(top, LIMIT),
-    "problems": lambda top: top.raise_on_all_ranks(None, ConfigError, LIMIT),
+    "problems": lambda top: top.raise_on_all_ranks(None, LIMIT),
     "equal": lambda top: top.equal_on_all_ranks(1, LIMIT),
     "devices": lambda top: select.device_problem(top, torch.device("cpu"), LIMIT),
     "CUDA in MPI": lambda top: cuda_aware.library_problem(top, torch.device("cuda"), LIMIT),
