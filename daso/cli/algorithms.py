@@ -21,7 +21,9 @@ def costs_of(nodes: int, parameters: float, link: str = "1gbit") -> list[dict[st
     check("--parameters", parameters, positive(1e15))
     rate = parse_rate(link, FASTEST_PREDICTED)
     if rate is None:
-        raise ConfigError(f"--link must be a rate such as 10gbit, not {link!r}")
+        raise ConfigError(
+            f"--link must be a rate such as 10gbit, not {link!r}", code="link-without-rate"
+        )
     nbytes = BYTES * parameters
     costs = LinkCosts(byte_seconds=LinkCosts().byte_seconds * DEFAULT_RATE / rate)
     plans = {"auto": choose_plan("auto", nodes, nbytes, costs)}

@@ -23,7 +23,8 @@ def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
         import shtab
     except ImportError as error:
         raise ConfigError(
-            "shell completion needs shtab, which is not installed; `pip install shtab` brings it"
+            "shell completion needs shtab, which is not installed; `pip install shtab` brings it",
+            code="shtab-not-installed",
         ) from error
     parser = make_parser()
     commands = dict(_commands(parser))

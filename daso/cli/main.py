@@ -312,7 +312,8 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     if program and not program[0].startswith("-") and not is_file(Path(program[0])):
         raise ConfigError(
             f"the program must be an existing script, but there is no "
-            f"{format_value(program[0])} in {Path.cwd()}; mend its path, or run a module with -m"
+            f"{format_value(program[0])} in {Path.cwd()}; mend its path, or run a module with -m",
+            code="program-not-found",
         )
     if ranks == 1 and (
         late := [word for word in program[1:] if word.partition("=")[0] in VALUE_OPTIONS]
@@ -347,7 +348,8 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
             raise ConfigError(
                 f"-n, --ranks-per-node, --spares and --restarts start ranks, but "
                 f"{launched.launcher} already did; leave them out, and set DASO_RANKS_PER_NODE for "
-                f"pretend nodes, DASO_SPARES for spare ranks"
+                f"pretend nodes, DASO_SPARES for spare ranks",
+                code="ranks-already-started",
             )
         flags = ["--resume"] if options.resume else []
         files = [str(options.config)] if options.config else []

@@ -65,9 +65,13 @@ def _memory(chosen: argparse.Namespace, program: Sequence[str]) -> int:
     units = tuple(name.strip() for name in chosen.units.split(",") if name.strip())
     options = {"budget": budget, "policy": chosen.policy, "second": second, "units": units}
     if not program:
-        raise ConfigError(f"a script must follow the options, as in `{EXAMPLE}`")
+        raise ConfigError(
+            f"a script must follow the options, as in `{EXAMPLE}`", code="no-script-to-measure"
+        )
     if not is_file(Path(program[0])):
-        raise ConfigError(f"SCRIPT must be an existing Python file, not {program[0]}")
+        raise ConfigError(
+            f"SCRIPT must be an existing Python file, not {program[0]}", code="script-not-found"
+        )
     values, planned = _first_call(program, partial(report.analyse, **options))
     print(report.render(values))
     if json_path is not None:
@@ -103,12 +107,14 @@ def _first_call(program: Sequence[str], analyse: Callable[..., Any]) -> Any:
         raise ConfigError(
             f"a script must call a model that has parameters to train, with gradients enabled, in "
             f"its first process, but {program[0]} ended{code} without; call it as model(inputs), "
-            f"outside torch.no_grad()"
+            f"outside torch.no_grad()",
+            code="script-calls-no-model",
         )
     traceback.print_exception(cause)
     raise ConfigError(
         f"a script must complete one call of its model, but {program[0]} ended with "
-        f"{type(cause).__name__}, as shown above; mend it, or the arguments behind its name"
+        f"{type(cause).__name__}, as shown above; mend it, or the arguments behind its name",
+        code="script-failed",
     )
 
 

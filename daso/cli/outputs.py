@@ -54,15 +54,24 @@ def may_write(json_path: Path | None, plot: Path | None) -> None:
     for path in (json_path, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(
-                f"a file must lie in an existing folder, not {path}; make it, or name another"
+                f"a file must lie in an existing folder, not {path}; make it, or name another",
+                code="no-folder-for-file",
             )
         if path is not None and path.is_dir():
-            raise ConfigError(f"a file must be writable, but {path} is a folder; choose another")
+            raise ConfigError(
+                f"a file must be writable, but {path} is a folder; choose another",
+                code="file-is-a-folder",
+            )
     if plot is not None:
         if plot.suffix not in PICTURES:
-            raise ConfigError(f"--plot must end in {', '.join(PICTURES)}, not {plot}")
+            raise ConfigError(
+                f"--plot must end in {', '.join(PICTURES)}, not {plot}",
+                code="unknown-picture-format",
+            )
         if find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib; `pip install matplotlib`")
+            raise ConfigError(
+                "--plot needs matplotlib; `pip install matplotlib`", code="matplotlib-not-installed"
+            )
 
 
 def write_file(path: Path, text: str) -> None:
@@ -78,5 +87,6 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"a file must be writable, but {path}: {error.strerror}; choose another"
+            f"a file must be writable, but {path}: {error.strerror}; choose another",
+            code="file-not-writable",
         ) from error

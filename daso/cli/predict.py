@@ -100,7 +100,8 @@ def _run(chosen: argparse.Namespace, program: Sequence[str]) -> int:
     if program:
         raise ConfigError(
             f"a program is run with --throttle=PLAN or --sweep-link alone, but {program[0]!r} "
-            f"comes without; add one"
+            f"comes without; add one",
+            code="program-without-throttle",
         )
     return _main(chosen)
 
@@ -110,7 +111,8 @@ def _factors(text: str) -> list[float]:
         return [float(word) for word in text.split(",")]
     except ValueError as error:
         raise ConfigError(
-            f"--sweep-link must be numbers by commas, not {text!r}; write 1.5,2,3,4"
+            f"--sweep-link must be numbers by commas, not {text!r}; write 1.5,2,3,4",
+            code="sweep-not-numbers",
         ) from error
 
 
@@ -134,11 +136,14 @@ def _main(chosen: argparse.Namespace) -> int:
         chosen.steps = 2000 if job.normalizes else 1000
     least = LEAST_RESTORED_STEPS if job.normalizes else LEAST_STEPS
     if chosen.steps < least:
-        raise ConfigError(f"--steps must be at least {least}, not {chosen.steps}")
+        raise ConfigError(
+            f"--steps must be at least {least}, not {chosen.steps}", code="too-few-steps"
+        )
     if chosen.steps * max(nodes) > MOST_STEPS:
         raise ConfigError(
             f"--steps times --nodes must be at most {MOST_STEPS} (each step of each node is "
-            f"simulated), not {chosen.steps} times {max(nodes)}; lower either"
+            f"simulated), not {chosen.steps} times {max(nodes)}; lower either",
+            code="too-many-steps",
         )
     may_write(chosen.json, chosen.plot)
     try:
@@ -191,11 +196,17 @@ def _job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
         if job.normalizes and not job.drift:  # the run made no exchanges
             job = replace(job, own_seconds=TYPICAL_OWN_SECONDS, drift=TYPICAL_DRIFT)
     elif chosen.parameters is None or chosen.step_ms is None:
-        raise ConfigError("--from=RUN, or --parameters and --step-ms, must describe the job")
+        raise ConfigError(
+            "--from=RUN, or --parameters and --step-ms, must describe the job",
+            code="job-not-described",
+        )
     else:
         job, notes = _typical_job(chosen)
     if not chosen.faster_compute > 0:
-        raise ConfigError(f"--faster-compute must be above 0, not {chosen.faster_compute}")
+        raise ConfigError(
+            f"--faster-compute must be above 0, not {chosen.faster_compute}",
+            code="compute-factor-not-positive",
+        )
     options = {"jitter": chosen.jitter, "drift": chosen.drift, "parameters": chosen.parameters}
     known = {name: value for name, value in options.items() if value is not None}
     if chosen.parameters is not None:  # a run's model may be larger
@@ -229,13 +240,18 @@ def _typical_job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
 
 def _whole(word: str, flag: str) -> int:
     if not word.strip().isdecimal() or int(word) < 1:
-        raise ConfigError(f"{flag} must be whole numbers from 1 up, by commas, not {word!r}")
+        raise ConfigError(
+            f"{flag} must be whole numbers from 1 up, by commas, not {word!r}",
+            code="counts-not-whole",
+        )
     return int(word)
 
 
 def _link(word: str, latency_us: float) -> Link:
     if not 0 <= latency_us < math.inf:
-        raise ConfigError(f"--latency-us must be at least 0, not {latency_us}")
+        raise ConfigError(
+            f"--latency-us must be at least 0, not {latency_us}", code="latency-below-zero"
+        )
     bits = parse_rate(word.strip(), FASTEST_PREDICTED)
     return Link(math.inf if bits is None else bits / 8, latency_us / 1e6)
 
@@ -252,7 +268,10 @@ def _policy(word: str) -> tuple[str, Policy]:
         if policy.start().synchronous:
             return SYNCHRONOUS, policy
         return f"Fixed({policy.skip}, {policy.wait})", policy
-    raise ConfigError(f"--policy must be synchronous, auto or fixed:SKIP:WAIT, not {word!r}")
+    raise ConfigError(
+        f"--policy must be synchronous, auto or fixed:SKIP:WAIT, not {word!r}",
+        code="policy-not-predictable",
+    )
 
 
 def _row(outcome: Outcome, job: Job) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def _start(command: Sequence[str]) -> int:
         process = subprocess.Popen(command, preexec_fn=end_with_parent)  # noqa: PLW1509 - no threads
     except OSError as error:
         raise ConfigError(
-            f"the program must start, but {command[0]!r} does not: {error.strerror}; mend its name"
+            f"the program must start, but {command[0]!r} does not: {error.strerror}; mend its name",
+            code="program-does-not-start",
         ) from error
     with signals_to(process):  # the program gets Ctrl-C from the terminal, and may save
         return shell_code(process.wait())
@@ -51,7 +52,8 @@ def sweep_links(factors: Sequence[float], program: Sequence[str]) -> int:
     if len(set(factors)) < LEAST_FACTORS or not all(1 < factor < math.inf for factor in factors):
         raise ConfigError(
             f"--sweep-link must be at least {LEAST_FACTORS} different factors above 1, by commas, "
-            f"not {','.join(f'{factor:g}' for factor in factors) or 'nothing'!r}; write 1.5,2,3,4"
+            f"not {','.join(f'{factor:g}' for factor in factors) or 'nothing'!r}; write 1.5,2,3,4",
+            code="too-few-factors",
         )
     seconds, plan = [], "[current]\nmeasure = true\n[target]\n"
     # All ranks read the plan: the current folder is shared between hosts.
@@ -66,7 +68,8 @@ def sweep_links(factors: Sequence[float], program: Sequence[str]) -> int:
             if "seconds" not in values:
                 raise ConfigError(
                     f"a sweep needs the times of 24 steps, but an optimizer took "
-                    f"{values['count']}; take more"
+                    f"{values['count']}; take more",
+                    code="too-few-timed-steps",
                 )
             seconds.append(values["seconds"])
             if factor == 1.0:
@@ -81,7 +84,8 @@ def _links_of(current: Mapping[str, float | None]) -> str:
     if not {*rates} - {"latency_seconds"}:
         raise ConfigError(
             "a sweep needs a link between nodes or to a device, but this program has neither; "
-            "start 2 ranks or more with --ranks-per-node 1"
+            "start 2 ranks or more with --ranks-per-node 1",
+            code="nothing-to-sweep",
         )
     lines = "\n".join(f"{name} = {rate!r}" for name, rate in rates.items())
     return f'[current]\ncompute = 1.0\n{lines}\n[target]\ncompute = "{{factor}}x"\n'
@@ -124,7 +128,8 @@ def _place(words: Sequence[str]) -> int:
             return begin
     raise ConfigError(
         f"a program must follow that Python or `daso run` starts, as in `daso predict --throttle "
-        f"plan.toml -- python train.py`, not {' '.join(words) or 'nothing'!r}; write it so"
+        f"plan.toml -- python train.py`, not {' '.join(words) or 'nothing'!r}; write it so",
+        code="program-not-python",
     )
 
 
@@ -134,12 +139,14 @@ def _behind_options(words: Sequence[str], at: int, valued: set[str]) -> int:
         if program and program[2] == "c":
             raise ConfigError(
                 "a throttled program must be a file or a module (-m), not words after -c; write "
-                "them to a file"
+                "them to a file",
+                code="throttled-code-words",
             )
         if program and program[1]:
             raise ConfigError(
                 f"-m must be a separate option in a throttled program, not part of "
-                f"{words[at]!r}; write -{program[1]} -m"
+                f"{words[at]!r}; write -{program[1]} -m",
+                code="module-option-not-separate",
             )
         if program:
             break
@@ -147,6 +154,7 @@ def _behind_options(words: Sequence[str], at: int, valued: set[str]) -> int:
     at += list(words[at : at + 1]) == ["--"]
     if at >= len(words):
         raise ConfigError(
-            f"a program must follow the options, but {' '.join(words)!r} ends with them; add it"
+            f"a program must follow the options, but {' '.join(words)!r} ends with them; add it",
+            code="no-program-after-options",
         )
     return at

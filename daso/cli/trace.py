@@ -54,7 +54,8 @@ def _main(chosen: argparse.Namespace) -> int:
     if not steps:
         raise ConfigError(
             f"a recording must have steps, but {path} has none; record a run on 2 "
-            f"ranks at least, to its first epoch's end"
+            f"ranks at least, to its first epoch's end",
+            code="recording-without-steps",
         )
     if chosen.json is not None:
         tables = {

@@ -31,7 +31,8 @@ def load_digits(*, train: bool) -> TensorDataset:
     except ImportError as error:
         raise DataError(
             f"the digits data set is part of scikit-learn, which cannot be imported ({error}); "
-            "pip install scikit-learn"
+            "pip install scikit-learn",
+            code="scikit-learn-not-installed",
         ) from error
     bunch = datasets.load_digits()
     targets = torch.from_numpy(bunch.target).long()

@@ -58,7 +58,8 @@ def load_fashion(folder: Path | str | None = None, *, train: bool) -> TensorData
         raise DataError(
             f"Fashion-MNIST needs {' and '.join(missing)} (.gz or not), missing in {place}; "
             "install the Debian package dataset-fashion-mnist, or put the four idx files in a "
-            "folder and name it as the data path (DASO_DATA)"
+            "folder and name it as the data path (DASO_DATA)",
+            code="fashion-mnist-missing",
         )
     images_path, labels_path = (_file(place, name) for name in names)
     images, labels = _read(images_path, dimensions=3), _read(labels_path, dimensions=1)
@@ -122,4 +123,7 @@ def _check_labels(path: Path, labels: torch.Tensor, images: int) -> None:
 
 
 def _corrupt(path: Path, problem: str) -> DataError:
-    return DataError(f"{path} is not a file of Fashion-MNIST: {problem}; replace it by a good copy")
+    return DataError(
+        f"{path} is not a file of Fashion-MNIST: {problem}; replace it by a good copy",
+        code="fashion-mnist-damaged",
+    )

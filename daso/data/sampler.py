@@ -146,7 +146,10 @@ class ShardedSampler(Sampler[list[int]]):
             ConfigError: The epoch is negative.
         """
         if epoch < 0:
-            raise ConfigError(f"epoch counts from 0, not {epoch}; pass the loop's counter")
+            raise ConfigError(
+                f"epoch counts from 0, not {epoch}; pass the loop's counter",
+                code="epoch-below-zero",
+            )
         if epoch != self._epoch:
             self._begin(epoch, 0)
 
@@ -177,7 +180,8 @@ class ShardedSampler(Sampler[list[int]]):
         if epoch < 0 or not 0 <= batch <= most:
             raise ConfigError(
                 f"a state of this sampler has an epoch from 0 and a batch of 0..{most}, not "
-                f"{epoch} and {batch}; resume with the data set and global batch it was saved with"
+                f"{epoch} and {batch}; resume with the data set and global batch it was saved with",
+                code="sampler-state-invalid",
             )
         self._begin(epoch, batch)
 
@@ -212,14 +216,22 @@ class ShardedSampler(Sampler[list[int]]):
 
 def _check(length: int, rank: int, size: int, batch_size: int, seed: int) -> None:
     if not 0 <= rank < size:
-        raise ConfigError(f"rank is one of 0..size-1, not {rank} of {size}; pass the world's")
+        raise ConfigError(
+            f"rank is one of 0..size-1, not {rank} of {size}; pass the world's",
+            code="sampler-rank-invalid",
+        )
     if batch_size < 1:
-        raise ConfigError(f"batch_size is at least 1, not {batch_size}; raise it")
+        raise ConfigError(
+            f"batch_size is at least 1, not {batch_size}; raise it", code="batch-size-too-small"
+        )
     if seed < 0:
-        raise ConfigError(f"seed is not negative, but {seed}; choose 0 or above")
+        raise ConfigError(
+            f"seed is not negative, but {seed}; choose 0 or above", code="seed-below-zero"
+        )
     if length < size * batch_size:
         raise ConfigError(
             f"an epoch needs one batch for every rank: {size} ranks x batch_size {batch_size} = "
             f"{size * batch_size} samples, and the data set has {length}; lower batch_size or the "
-            "number of ranks, or use more data"
+            "number of ranks, or use more data",
+            code="data-set-too-small",
         )

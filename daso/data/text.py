@@ -43,11 +43,15 @@ class ByteWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __init__(self, data: bytes | bytearray, context: int) -> None:
         if context < 1:
-            raise ConfigError(f"context is a number of bytes, at least 1, not {context}; raise it")
+            raise ConfigError(
+                f"context is a number of bytes, at least 1, not {context}; raise it",
+                code="context-too-small",
+            )
         if len(data) <= context:
             raise ConfigError(
                 f"a window of context {context} needs {context + 1} bytes of text and this split "
-                f"has {len(data)}; lower context, raise max_bytes or add text"
+                f"has {len(data)}; lower context, raise max_bytes or add text",
+                code="text-too-short",
             )
         self._bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._context = context
@@ -86,14 +90,18 @@ def load_text(
         ConfigError: The context or the number of bytes is too small for one window.
     """
     if max_bytes is not None and max_bytes < 1:
-        raise ConfigError(f"max_bytes is at least 1, or None for all, not {max_bytes}; raise it")
+        raise ConfigError(
+            f"max_bytes is at least 1, or None for all, not {max_bytes}; raise it",
+            code="max-bytes-too-small",
+        )
     root = Path(sysconfig.get_path("stdlib") if folder is None else folder)
     files = _library(root) if folder is None else _texts(root)
     data = _join(sorted(files, key=lambda path: path.relative_to(root).as_posix()), max_bytes)
     if not data:
         raise DataError(
             f"a text needs files named .md, .py or .txt, and {root} has none with content; "
-            "name a folder that has some, or none to read Python's own source"
+            "name a folder that has some, or none to read Python's own source",
+            code="no-text-files",
         )
     cut = len(data) * 9 // 10
     return ByteWindows(data[:cut] if train else data[cut:], context)
@@ -128,6 +136,7 @@ def _join(files: Iterable[Path], max_bytes: int | None) -> bytearray:
         except OSError as error:
             raise DataError(
                 f"a text must be readable, but {path}: {error.strerror}; change its mode, or name "
-                f"another folder"
+                f"another folder",
+                code="text-not-readable",
             ) from error
     return data

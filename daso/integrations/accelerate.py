@@ -58,7 +58,8 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
             raise ConfigError(
                 f"Accelerate must see all {size} ranks, but it sees {self.num_processes}; call "
                 f"daso.integrations.start() before TrainingArguments or the accelerator is made, "
-                f"on CPUs with cpu=True, and say so there too (use_cpu=True, cpu=True)"
+                f"on CPUs with cpu=True, and say so there too (use_cpu=True, cpu=True)",
+                code="accelerate-sees-other-ranks",
             )
         self.handles[id(inner)] = attach(inner, module=self._model_of(inner), **self._keywords)
 
@@ -69,7 +70,8 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
                 return model
         raise ConfigError(
             f"a model must be prepared with its optimizer, or before it, but none has the "
-            f"parameters of {type(inner).__name__}; call accelerator.prepare(model, optimizer)"
+            f"parameters of {type(inner).__name__}; call accelerator.prepare(model, optimizer)",
+            code="optimizer-without-model",
         )
 
     def prepare_model(

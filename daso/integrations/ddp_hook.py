@@ -108,7 +108,8 @@ class DdpHookState:
         if flat.device.type != "cpu":
             raise ConfigError(
                 f"gradients must be on the CPU for daso.ddp_hook, but DDP's are on {flat.device}; "
-                f"take torch's hooks there, or daso.DASO, which averages on GPUs"
+                f"take torch's hooks there, or daso.DASO, which averages on GPUs",
+                code="hook-needs-cpu",
             )
         params = tuple(map(id, bucket.parameters()))
         known = self._errors.get(index)
@@ -118,7 +119,8 @@ class DdpHookState:
         if self._rebuilds[index] > REBUILDS:
             raise ConfigError(
                 "a state of daso.ddp_hook must belong to one model, but several DDP models use "
-                "this one; make a daso.ddp_hook_state() for each"
+                "this one; make a daso.ddp_hook_state() for each",
+                code="hook-state-shared",
             )
         row = torch.float64 if flat.dtype == torch.float64 else torch.float32
         self._errors[index] = _Errors(
@@ -229,7 +231,8 @@ def _form_groups(wire: str) -> _Groups:
     if wires := sorted({other for _, other in hosts_and_wires} - {wire}):
         raise ConfigError(
             f"all ranks must use the same wire for daso.ddp_hook, but it is {wire!r} on rank "
-            f"{dist.get_rank()} and {wires[0]!r} elsewhere; pass the same to each"
+            f"{dist.get_rank()} and {wires[0]!r} elsewhere; pass the same to each",
+            code="hook-wires-differ",
         )
     check("wire", wire, choice(*WIRES))
     nodes: dict[str, list[int]] = {}
@@ -279,7 +282,8 @@ def ddp_hook_state(*, wire: str = "int4") -> DdpHookState:
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
             "daso.ddp_hook_state() must come behind torch.distributed.init_process_group(), but no "
-            "process group was initialized"
+            "process group was initialized",
+            code="hook-without-group",
         )
     return DdpHookState(wire)
 

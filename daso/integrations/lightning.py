@@ -75,7 +75,8 @@ class DasoEnvironment(ClusterEnvironment):
             raise ConfigError(
                 f"Trainer must be given the ranks that were started, devices={world.local_size}, "
                 f"num_nodes={world.nodes}, not devices={num_devices}, num_nodes={num_nodes}; pass "
-                f"devices=world.local_size, num_nodes=world.nodes"
+                f"devices=world.local_size, num_nodes=world.nodes",
+                code="trainer-of-other-ranks",
             )
 
 

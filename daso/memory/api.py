@@ -154,7 +154,8 @@ def plan(
         tier.close()
     raise ConfigError(
         f"a plan must hold its budget of {whole:,} bytes, but {MAX_REHEARSALS} plans for less and "
-        f"less took more, the last {memory_plan.measured_bytes:,}; allow some more, or set units="
+        f"less took more, the last {memory_plan.measured_bytes:,}; allow some more, or set units=",
+        code="plan-exceeds-budget",
     )
 
 
@@ -162,17 +163,20 @@ def _check(model: torch.nn.Module) -> None:
     if is_compiled(model):
         raise ConfigError(
             "memory is planned for a model that is not compiled; pass the module that "
-            "torch.compile was given"
+            "torch.compile was given",
+            code="planned-model-is-compiled",
         )
     if len({param.device for param in model.parameters()}) > 1:
         raise ConfigError(
             "memory is planned for a model on one device, but its parameters are on several; plan "
-            "for each part by itself"
+            "for each part by itself",
+            code="planned-model-on-devices",
         )
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(
             "the model must have parameters that are trained, and it has none; set requires_grad "
-            "of some"
+            "of some",
+            code="planned-model-without-parameters",
         )
 
 
@@ -181,7 +185,8 @@ def _check_floor(whole: int, static: Static, least: int) -> None:
         raise ConfigError(
             f"budget must be at least {static.total + least:,} bytes for this model and batch "
             f"({static.total:,} of them parameters, gradients and what the optimizer keeps), not "
-            f"{whole:,}; take a smaller batch"
+            f"{whole:,}; take a smaller batch",
+            code="budget-too-small",
         )
 
 
@@ -237,7 +242,10 @@ class Applied:
 
     def __enter__(self) -> "Applied":
         if self._stack is not None:
-            raise ConfigError("a plan can be applied once at a time; call daso.memory.apply again")
+            raise ConfigError(
+                "a plan can be applied once at a time; call daso.memory.apply again",
+                code="plan-applied-already",
+            )
         model = self._plan.model
         self._device = next(model.parameters()).device
         self._tier = self._given or open_tier(self._plan.second, self._device)

@@ -273,7 +273,10 @@ def scalar_of(loss: Loss, output: Any) -> torch.Tensor:
     """Return the loss of an output."""
     value = loss(output)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise ConfigError(f"loss must return one number, not {type(value).__name__}")
+        raise ConfigError(
+            f"loss must return one number, not {type(value).__name__}",
+            code="loss-returns-no-number",
+        )
     return value
 
 
@@ -320,5 +323,7 @@ def default_loss(output: Any) -> torch.Tensor:
     """Return the sum of all outputs that require a gradient."""
     some = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not some:
-        raise ConfigError("no output of the model requires a gradient; set loss=")
+        raise ConfigError(
+            "no output of the model requires a gradient; set loss=", code="output-without-gradient"
+        )
     return torch.stack([tensor.sum().float() for tensor in some]).sum()

@@ -155,11 +155,15 @@ POLICIES: Mapping[str, Policy] = {
 def choose(profile: StepProfile, capacity: float, link: Link, policy: str = "search") -> Plan:
     """Return a plan by a policy that fits the capacity and is as fast as possible."""
     if policy not in POLICIES:
-        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+        raise ConfigError(
+            f"policy must be one of {', '.join(POLICIES)}, not {policy!r}",
+            code="unknown-memory-policy",
+        )
     if policy == "exact" and len(profile.units) > EXACT_MOST:
         raise ConfigError(
             f"policy exact can plan for at most {EXACT_MOST} units, not {len(profile.units)}; use "
-            f"another policy, or fewer units"
+            f"another policy, or fewer units",
+            code="too-many-units",
         )
 
     def try_(ways: Ways) -> SimulatedStep | None:
@@ -170,6 +174,7 @@ def choose(profile: StepProfile, capacity: float, link: Link, policy: str = "sea
     if step is None:
         raise ConfigError(
             f"activations must fit into {capacity:,.0f} bytes, but with {policy} they do not; "
-            f"every plan needs at least {floor(profile):,}"
+            f"every plan needs at least {floor(profile):,}",
+            code="activations-exceed-capacity",
         )
     return Plan(ways, step)

@@ -79,7 +79,8 @@ def profiled(
         raise ConfigError(
             "memory can be planned for a model that runs the same operations in every step, but "
             "this one did not, with the same batch and the same random numbers; take branches "
-            "that depend on anything else out of its forward"
+            "that depend on anything else out of its forward",
+            code="model-changes-between-steps",
         )
     return _Profile(watched, lean, timed, buffers).make(
         sum(tensor.nbytes for tensor in tensors_in(batch))

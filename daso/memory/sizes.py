@@ -20,6 +20,7 @@ def parse_bytes(name: str, text: float | str) -> int:
         nbytes = 0.0
     if not 1 <= nbytes <= MAX_BYTES:
         raise ConfigError(
-            f"{name} must be bytes, such as 8GiB, 500MB or a number, from 1 to 2^62, not {text!r}"
+            f"{name} must be bytes, such as 8GiB, 500MB or a number, from 1 to 2^62, not {text!r}",
+            code="size-not-bytes",
         )
     return int(nbytes)

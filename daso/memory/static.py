@@ -115,7 +115,8 @@ def _state_bytes(optimizer: Any, group: dict[str, Any], param: torch.Tensor) -> 
     except (TypeError, RuntimeError, ValueError, AssertionError, AttributeError) as error:
         raise ConfigError(
             f"the state size of {type(optimizer).__name__} must be known, but a trial step with a "
-            f"small parameter failed ({error}); take one step before you plan"
+            f"small parameter failed ({error}); take one step before you plan",
+            code="optimizer-state-unknown",
         ) from error
     states = tree_leaves([*probe_optimizer.state.values()])
     leaves = [leaf for leaf in states if isinstance(leaf, torch.Tensor)]

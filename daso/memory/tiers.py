@@ -107,7 +107,8 @@ class FileTier:
         except OSError as error:
             raise ConfigError(
                 f"the second memory must be a writable folder, but {folder} is not: "
-                f"{error.strerror}; name another with second='file:FOLDER'"
+                f"{error.strerror}; name another with second='file:FOLDER'",
+                code="second-memory-not-writable",
             ) from error
         os.unlink(path)  # noqa: PTH108 -- removes only the name
         self._file, self._folder = handle, folder
@@ -123,7 +124,8 @@ class FileTier:
             except OSError as error:
                 raise ConfigError(
                     f"the second memory needs {nbytes:,} more bytes in {self._folder}, which "
-                    f"has too few: {error.strerror}; name another folder with second='file:FOLDER'"
+                    f"has too few: {error.strerror}; name another folder with second='file:FOLDER'",
+                    code="second-memory-is-full",
                 ) from error
         return at
 
@@ -244,7 +246,8 @@ class NeighbourTier(HostTier):
         if self._leases.size > self._nbytes:
             raise ConfigError(
                 f"the second memory must hold {self._leases.size:,} bytes, but the neighbour's has "
-                f"{self._nbytes:,}; increase it with second='neighbour:SIZE'"
+                f"{self._nbytes:,}; increase it with second='neighbour:SIZE'",
+                code="neighbour-memory-too-small",
             )
         return at
 
@@ -303,7 +306,10 @@ def open_tier(second: Second, device: torch.device) -> Tier:
         return HostTier(copies)
     if kind == "neighbour" and folder:
         return NeighbourTier(default().node_comm, parse_bytes("second", folder), copies)
-    raise ConfigError(f"second must be 'host', 'file:FOLDER' or 'neighbour:SIZE', not {second!r}")
+    raise ConfigError(
+        f"second must be 'host', 'file:FOLDER' or 'neighbour:SIZE', not {second!r}",
+        code="unknown-second-memory",
+    )
 
 
 def measure(tier: Tier, device: torch.device, nbytes: int = 1 << 24) -> tuple[float, float]:

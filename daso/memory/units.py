@@ -103,12 +103,14 @@ def named_segments(model: nn.Module, names: Sequence[str]) -> list[Segment]:
         if name not in modules or not name:
             raise ConfigError(
                 f"units must be names of the model's modules, and {name!r} is not; "
-                "model.named_modules() lists them"
+                "model.named_modules() lists them",
+                code="unknown-unit",
             )
         inside = [other for other in names if name.startswith(f"{other}.")]
         if inside:
             raise ConfigError(
-                f"units must not be nested, but {name!r} is inside {inside[0]!r}; leave either out"
+                f"units must not be nested, but {name!r} is inside {inside[0]!r}; leave either out",
+                code="nested-units",
             )
     return [Segment(name, name) for name in names]
 

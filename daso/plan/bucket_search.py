@@ -62,7 +62,8 @@ class BucketSizeSearch:
         for name, rule, holds in rules:
             if not holds:
                 raise ConfigError(
-                    f"BucketSizeSearch.{name} must be {rule}, not {getattr(self, name)!r}"
+                    f"BucketSizeSearch.{name} must be {rule}, not {getattr(self, name)!r}",
+                    code="bucket-search-value-invalid",
                 )
 
     def start(self) -> SearchState:

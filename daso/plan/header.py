@@ -139,7 +139,8 @@ class Header:
             raise ExchangeError(
                 f"ranks must exchange the same parameters after the same number of steps, but they "
                 f"were at steps {-self.minus_batch:.0f} to {self.batch:.0f}; give every rank the "
-                f"same number of batches and let every rank call step() for each"
+                f"same number of batches and let every rank call step() for each",
+                code="exchanges-out-of-step",
             )
 
 

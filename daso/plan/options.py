@@ -107,7 +107,9 @@ class Exchange:
                 known = ", ".join(names[:3]) or "none: pass module="
                 raise ConfigError(
                     f"Exchange.keep_local must name buffers or frozen parameters of the module, "
-                    f"but {pattern!r} names none; it has {known}{', ...' if len(names) > 3 else ''}"
+                    f"but {pattern!r} names none; it has {known}"
+                    f"{', ...' if len(names) > 3 else ''}",
+                    code="kept-name-unknown",
                 )
 
     def keeps_own(self, name: str) -> bool:
@@ -120,7 +122,8 @@ class Exchange:
         if self.gpu_direct and self.algorithm == "mpi":
             raise ConfigError(
                 "Exchange(gpu_direct=True) needs another algorithm (MPI libraries that send from "
-                "devices cannot add there while others compute) than 'mpi'; leave algorithm out"
+                "devices cannot add there while others compute) than 'mpi'; leave algorithm out",
+                code="gpu-direct-needs-algorithm",
             )
         check("Exchange.elastic", self.elastic, flag())
         check("Exchange.step_restoration", self.step_restoration, choice(*get_args(Restore)))
@@ -180,7 +183,8 @@ class Gradients:
         if self.wire not in ("auto", "fp32") and self.reducer != "bucketed":
             raise ConfigError(
                 f"Gradients.wire must be 'auto' or 'fp32' with reducer={self.reducer!r} (portions "
-                f"cross in full precision), not {self.wire!r}; leave reducer out"
+                f"cross in full precision), not {self.wire!r}; leave reducer out",
+                code="wire-needs-buckets",
             )
         check("Gradients.reducer", self.reducer, choice("bucketed", "prioritized", "host"))
         check("Gradients.step", self.step, choice("auto", "model", "layerwise"))
@@ -188,12 +192,14 @@ class Gradients:
         if self.reducer == "bucketed" and self.step == "layerwise":
             raise ConfigError(
                 "Gradients.step='layerwise' needs gradients that a thread of its own averages: "
-                "reducer='prioritized' or 'host', not 'bucketed'"
+                "reducer='prioritized' or 'host', not 'bucketed'",
+                code="layerwise-needs-background",
             )
         if self.reducer == "prioritized" and self.bucket_bytes == "search":
             raise ConfigError(
                 "Gradients.bucket_bytes must be a number of bytes with reducer='prioritized', not "
-                "'search'"
+                "'search'",
+                code="prioritized-cannot-search",
             )
         check("Gradients.link_efficiency", self.link_efficiency, number(0.01, 0.999))
         nbytes = whole(1, of=" of bytes")
@@ -226,7 +232,8 @@ def check_merge(merge: str | float) -> None:
         return
     raise ConfigError(
         f"merge must be one of {', '.join(MERGES)}, or a number between 0 and 1 (the weight of "
-        f"local parameters), not {merge!r}"
+        f"local parameters), not {merge!r}",
+        code="unknown-merge",
     )
 
 
@@ -285,28 +292,33 @@ class Settings:
         if self.sparse and self.merge not in ("auto", "delta", "eager"):
             raise ConfigError(
                 f"wire='topk' needs merge 'auto', 'delta' or 'eager' (what it does not send would "
-                f"count twice where local parameters keep a part of it), not {self.merge!r}"
+                f"count twice where local parameters keep a part of it), not {self.merge!r}",
+                code="topk-needs-merge",
             )
         if self.sparse and self.exchange.algorithm == "planned":
             raise ConfigError(
                 "wire='topk' needs an Exchange.algorithm that stays (what is held back lies in its "
-                "parts), not 'planned'; use algorithm='auto', or another wire"
+                "parts), not 'planned'; use algorithm='auto', or another wire",
+                code="topk-needs-fixed-algorithm",
             )
         if self.by_mpi and self.wire != "fp32":
             raise ConfigError(
                 f"Exchange.algorithm='mpi' needs wire='fp32' (MPI adds 16-bit numbers wrongly or "
-                f"not at all), not {self.wire!r}; use algorithm='auto'"
+                f"not at all), not {self.wire!r}; use algorithm='auto'",
+                code="mpi-needs-full-wire",
             )
         if self.by_mpi and self.gradients.wire not in ("auto", "fp32"):
             raise ConfigError(
                 f"Exchange.algorithm='mpi' needs Gradients.wire='fp32' (MPI adds 16-bit numbers "
-                f"wrongly or not at all), not {self.gradients.wire!r}; use algorithm='auto'"
+                f"wrongly or not at all), not {self.gradients.wire!r}; use algorithm='auto'",
+                code="mpi-needs-full-gradients",
             )
 
         if self.exchange.elastic and not (self.whole and self.gradients.reducer == "bucketed"):
             raise ConfigError(
                 f"Exchange(elastic=True) needs steps of the whole model and gradients in buckets, "
-                f"but {self.gradients!r} has them otherwise; leave Gradients(reducer=, step=) out"
+                f"but {self.gradients!r} has them otherwise; leave Gradients(reducer=, step=) out",
+                code="elastic-needs-buckets",
             )
 
     def _derive(self) -> None:

@@ -39,7 +39,8 @@ class Fixed:
         if self.wait > self.skip:
             raise ConfigError(
                 f"Fixed.wait must not exceed skip={self.skip} (one exchange is in flight at a "
-                f"time), not {self.wait}; lower wait or raise skip"
+                f"time), not {self.wait}; lower wait or raise skip",
+                code="wait-exceeds-skip",
             )
 
     def start(self) -> State:
@@ -100,7 +101,8 @@ class Plateau:
         if self.warmup + self.cooldown > self.epochs:
             raise ConfigError(
                 f"Plateau.warmup + cooldown must not exceed epochs={self.epochs}, not "
-                f"{self.warmup} + {self.cooldown}; shorten them"
+                f"{self.warmup} + {self.cooldown}; shorten them",
+                code="warmup-exceeds-epochs",
             )
 
     @property
@@ -191,7 +193,8 @@ class Qsr:
         if self.skip == 1 and self.wait == 0:
             raise ConfigError(
                 "Qsr.wait must be at least 1 where skip is 1 (batches would be synchronous, and "
-                "skip is chosen at exchanges), not 0; raise wait or skip"
+                "skip is chosen at exchanges), not 0; raise wait or skip",
+                code="qsr-needs-wait",
             )
 
     def start(self) -> State:
@@ -241,7 +244,8 @@ class Replay:
         if self.selective is None and any(period for _, period in self.small):
             raise ConfigError(
                 "Replay.selective must be as the run's policy had it, since small tensors went "
-                "alone in that run, but it is left out; pass selective=policy.selective"
+                "alone in that run, but it is left out; pass selective=policy.selective",
+                code="replay-needs-selective",
             )
 
     def start(self) -> State:
@@ -276,4 +280,6 @@ class Replay:
 
 def _check_order(name: str, value: int, other: str, limit: int) -> None:
     if value > limit:
-        raise ConfigError(f"{name} must not exceed {other}={limit}, not {value}; lower it")
+        raise ConfigError(
+            f"{name} must not exceed {other}={limit}, not {value}; lower it", code="limit-exceeded"
+        )

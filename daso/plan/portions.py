@@ -34,7 +34,10 @@ def efficient_bytes(efficiency: float, *, latency_seconds: float, bytes_per_seco
     bytes >= efficiency / (1 - efficiency) * latency * rate (US 11941528 B2, claim 14).
     """
     if not 0 < efficiency < 1:
-        raise ConfigError(f"efficiency must be above 0 and below 1, not {efficiency!r}")
+        raise ConfigError(
+            f"efficiency must be above 0 and below 1, not {efficiency!r}",
+            code="efficiency-out-of-range",
+        )
     return max(1, round(efficiency / (1 - efficiency) * latency_seconds * bytes_per_second))
 
 

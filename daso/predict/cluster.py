@@ -55,7 +55,8 @@ class Cluster:
             if not (whole(0, self.nodes - 1).holds(node) and positive().holds(factor)):
                 raise ConfigError(
                     f"a slower node must be one of 0 to {self.nodes - 1} with a factor above 0, "
-                    f"not {node} with {factor}"
+                    f"not {node} with {factor}",
+                    code="slower-node-invalid",
                 )
 
     @property

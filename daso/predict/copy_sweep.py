@@ -84,7 +84,8 @@ def _check_factors(factors: Sequence[float]) -> None:
     if len(set(factors)) < LEAST_FACTORS:
         raise ConfigError(
             f"a sweep needs {LEAST_FACTORS} different factors at least, not {len(set(factors))}; "
-            f"give more factors"
+            f"give more factors",
+            code="sweep-factors-too-few",
         )
 
 
@@ -203,14 +204,16 @@ def slow_copies(factor: float) -> Iterator[CopyDelay]:
     if not torch.cuda.is_available():
         raise ConfigError(
             "copies are slowed down between host and a CUDA device, but torch sees none; run it on "
-            "a machine that has one"
+            "a machine that has one",
+            code="no-cuda-to-slow",
         )
     with CopyDelay(float(factor)) as delay:
         off = delay.off() if factor > 1 else 0.0
         if abs(off) > MOST_OFF:
             raise ConfigError(
                 f"copies must be slowed down right to {MOST_OFF:.0%}, but on trial they take "
-                f"{1 + off:.2f} of the requested time; let nothing else use the device"
+                f"{1 + off:.2f} of the requested time; let nothing else use the device",
+                code="copies-not-slowed",
             )
         yield delay
 

@@ -80,13 +80,15 @@ def read_run(folder: Path) -> tuple[Job, tuple[str, ...]]:
         starts = [at for at, event in enumerate(events) if event["event"] in ("start", "resume")]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"--from needs the folder of a run of daso train, but {path}: {error}"
+            f"--from needs the folder of a run of daso train, but {path}: {error}",
+            code="run-not-readable",
         ) from error
     start = events[starts[-1]] if starts else {}
     if "parameters" not in start:
         raise ConfigError(
             f"--from needs a run of this version of daso train, but {path} has no number of "
-            f"parameters; train again"
+            f"parameters; train again",
+            code="run-of-other-version",
         )
     latest = events[starts[-1] :]  # the run may have resumed on other nodes
     exchanges = [
@@ -103,7 +105,8 @@ def read_run(folder: Path) -> tuple[Job, tuple[str, ...]]:
         return _job_of_synchronous(start, measured, folder)
     raise ConfigError(
         f"--from needs a run with at least {LEAST_EXCHANGES} exchanges that were timed, but {path} "
-        f"has {len(exchanges)}; train longer, on 2 nodes at least (--ranks-per-node=1)"
+        f"has {len(exchanges)}; train longer, on 2 nodes at least (--ranks-per-node=1)",
+        code="run-with-few-exchanges",
     )
 
 

@@ -60,7 +60,8 @@ def parse_rate(word: str, fastest: int = FASTEST) -> int | None:
     if not SLOWEST <= bits <= fastest:
         raise ConfigError(
             f"the rate of a link must be none or from 1mbit to {fastest // 10**9}gbit, not "
-            f"{word!r}; write it as in 10mbit, 2.5gbit"
+            f"{word!r}; write it as in 10mbit, 2.5gbit",
+            code="link-rate-invalid",
         )
     return bits
 

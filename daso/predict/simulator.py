@@ -291,7 +291,10 @@ def simulate(
     """
     check("steps", steps, whole(1))
     if isinstance(policy, Plateau):
-        raise ConfigError("a policy must not go by the loss of epochs to be predicted, as Plateau")
+        raise ConfigError(
+            "a policy must not go by the loss of epochs to be predicted, as Plateau",
+            code="policy-needs-losses",
+        )
     if settings is None:
         settings = Settings(wire="auto", merge="auto", exchange=Exchange(), gradients=Gradients())
     settings = replace(settings, selective=getattr(policy, "selective", None))

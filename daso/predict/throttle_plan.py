@@ -97,7 +97,8 @@ class ThrottlePlan:
         if has_latency and self.target.latency_seconds == 0:
             raise ConfigError(
                 f"latency_seconds of the target must be above 0 where the current machine's is "
-                f"{self.current.latency_seconds:g}, not 0; leave both out, or give both"
+                f"{self.current.latency_seconds:g}, not 0; leave both out, or give both",
+                code="target-latency-missing",
             )
 
     @property
@@ -226,10 +227,14 @@ def estimate(plan: ThrottlePlan, seconds: Sequence[float]) -> Estimate:
         ConfigError: Fewer than 24 steps, or the plan slows down nothing.
     """
     if not plan.slowed:
-        raise ConfigError(f"an estimate needs a part that is slowed down, but {why_nothing(plan)}")
+        raise ConfigError(
+            f"an estimate needs a part that is slowed down, but {why_nothing(plan)}",
+            code="nothing-is-slowed",
+        )
     if len(seconds) < LEAST_STEPS:
         raise ConfigError(
-            f"an estimate needs {LEAST_STEPS} steps at least, not {len(seconds)}; take more"
+            f"an estimate needs {LEAST_STEPS} steps at least, not {len(seconds)}; take more",
+            code="estimate-needs-steps",
         )
     steps = settled(seconds)
     ends = [len(steps) * block // BLOCKS for block in range(BLOCKS + 1)]
@@ -305,7 +310,8 @@ class ThrottleFile:
                 else "[current] lacks it; give it there, or set measure = true there"
             )
             raise ConfigError(
-                f"{name} of the target needs that of this machine, but {remedy}: it is {value!r}"
+                f"{name} of the target needs that of this machine, but {remedy}: it is {value!r}",
+                code="target-without-current",
             )
         return float(value[:-1]) * float(current or 0) if isinstance(value, str) else value
 
@@ -316,7 +322,8 @@ def read_throttle_file(path: Path) -> ThrottleFile:
         return parse_throttle_file(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"a plan of throttles must be readable text, but {path}: {error}; name a TOML file"
+            f"a plan of throttles must be readable text, but {path}: {error}; name a TOML file",
+            code="plan-not-readable",
         ) from error
 
 
@@ -326,20 +333,26 @@ def parse_throttle_file(text: str, where: str) -> ThrottleFile:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"a plan of throttles must be TOML, but {where}: {error}; write {EXAMPLE}"
+            f"a plan of throttles must be TOML, but {where}: {error}; write {EXAMPLE}",
+            code="plan-not-toml",
         ) from error
     current, target = (_table(tables, name, where) for name in ("current", "target"))
     if tables:
         raise ConfigError(
             f"a plan of throttles has the tables current and target, but {where} has "
-            f"{next(iter(tables))!r}; leave it out"
+            f"{next(iter(tables))!r}; leave it out",
+            code="unknown-plan-table",
         )
     measures = current.pop("measure", False)
     if not isinstance(measures, bool):
-        raise ConfigError(f"measure in {where} must be true or false, not {measures!r}; mend it")
+        raise ConfigError(
+            f"measure in {where} must be true or false, not {measures!r}; mend it",
+            code="measure-not-boolean",
+        )
     if not measures and "compute" not in current:
         raise ConfigError(
-            f"[current] in {where} must set compute, or measure = true, but sets neither; add one"
+            f"[current] in {where} must set compute, or measure = true, but sets neither; add one",
+            code="current-machine-empty",
         )
     for table in (current, target):
         for name, value in table.items():
@@ -351,7 +364,9 @@ def _table(tables: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     table = tables.pop(name, None)
     if not isinstance(table, dict):
         raise ConfigError(
-            f"a plan of throttles must have a table [{name}], but {where} has none; write {EXAMPLE}"
+            f"a plan of throttles must have a table [{name}], but {where} has none; write "
+            f"{EXAMPLE}",
+            code="plan-table-missing",
         )
     return table
 
@@ -359,13 +374,15 @@ def _table(tables: dict[str, Any], name: str, where: str) -> dict[str, Any]:
 def _check_entry(name: str, value: object, where: str, *, relative: bool) -> None:
     if name not in NAMES:
         raise ConfigError(
-            f"a machine in {where} must be given by {', '.join(NAMES)}, not {name!r}; leave it out"
+            f"a machine in {where} must be given by {', '.join(NAMES)}, not {name!r}; leave it out",
+            code="unknown-machine-key",
         )
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number and not (relative and isinstance(value, str) and _is_times(value)):
         raise ConfigError(
             f"{name} in {where} must be a number, or of the target times the current one's, as "
-            f'"3x", not {value!r}; write it so'
+            f'"3x", not {value!r}; write it so',
+            code="machine-value-invalid",
         )
 
 

@@ -80,20 +80,27 @@ class Job:
 
     def __post_init__(self) -> None:
         if not self.program:
-            raise ConfigError("a program must follow: `daso submit train.py`, or -m module")
+            raise ConfigError(
+                "a program must follow: `daso submit train.py`, or -m module",
+                code="no-program-to-submit",
+            )
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(
-                    f"{flag(name)} must be at least {least}, not {getattr(self, name)}"
+                    f"{flag(name)} must be at least {least}, not {getattr(self, name)}",
+                    code="job-number-too-small",
                 )
         if self.signal_seconds > 65535:  # sbatch's limit
             raise ConfigError(
-                f"--signal-seconds must be at most 65535, not {self.signal_seconds}; take less"
+                f"--signal-seconds must be at most 65535, not {self.signal_seconds}; take less",
+                code="signal-time-too-long",
             )
         for name, (pattern, rule) in FORMS.items():
             value = getattr(self, name)
             if value and not re.fullmatch(pattern, value, re.ASCII):
-                raise ConfigError(f"{flag(name)} must be {rule}, not {value!r}")
+                raise ConfigError(
+                    f"{flag(name)} must be {rule}, not {value!r}", code="job-value-invalid"
+                )
         self._check_container()
         self._check_lines()
         self._check_time()
@@ -105,7 +112,8 @@ class Job:
             except ValueError as error:
                 raise ConfigError(
                     f"{flag(name)} must be words of a shell, not {getattr(self, name)!r}: {error}; "
-                    f"quote it for a shell"
+                    f"quote it for a shell",
+                    code="job-words-invalid",
                 ) from error
 
     def _check_time(self) -> None:
@@ -113,25 +121,35 @@ class Job:
             raise ConfigError(
                 f"--time must be longer than --signal-seconds, {self.signal_seconds} s, not "
                 f"{self.time!r}, or the job is asked to save and end as soon as it begins; give "
-                f"more --time, or less --signal-seconds"
+                f"more --time, or less --signal-seconds",
+                code="time-below-signal-time",
             )
 
     def _check_lines(self) -> None:
         if any("\0" in word for word in self.program):
-            raise ConfigError("a program's words must be text without zero bytes; leave them out")
+            raise ConfigError(
+                "a program's words must be text without zero bytes; leave them out",
+                code="word-with-zero-byte",
+            )
         names = f"{self.chdir}{self.logs}{self.python}{self.container}{self.mpirun}{self.site}"
         if re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", names):
-            raise ConfigError("names of files and folders must be single lines; rename them")
+            raise ConfigError(
+                "names of files and folders must be single lines; rename them",
+                code="name-of-several-lines",
+            )
         if "\\" in f"{self.chdir}{self.logs}":  # sbatch removes one, even in quotes
             raise ConfigError(
                 f"the folders that a job runs and logs in must have no backslash in their names, "
-                f"but {self.chdir} and {self.logs} do; rename them"
+                f"but {self.chdir} and {self.logs} do; rename them",
+                code="folder-with-backslash",
             )
         for name in ("module", "setup", "environment", "srun", "extra"):
             pattern, rule = LINE_FORMS[name]
             for line in getattr(self, name):
                 if not re.fullmatch(pattern, line, re.ASCII):
-                    raise ConfigError(f"{flag(name)} must be {rule}, not {line!r}")
+                    raise ConfigError(
+                        f"{flag(name)} must be {rule}, not {line!r}", code="job-line-invalid"
+                    )
 
     @property
     def ranks(self) -> int:
@@ -345,9 +363,11 @@ def render(job: Job, template: str, *, name: str) -> str:
         where = f", line {error.lineno}" if hasattr(error, "lineno") else ""
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"a template must be Jinja text, but {name}{where}: {reason}; mend it"
+            f"a template must be Jinja text, but {name}{where}: {reason}; mend it",
+            code="template-not-jinja",
         ) from error
     raise ConfigError(
         f"a template may use only known keys, but {name} uses {', '.join(unknown)}; the "
-        f"keys are {', '.join(sorted(keys))}"
+        f"keys are {', '.join(sorted(keys))}",
+        code="template-key-unknown",
     )

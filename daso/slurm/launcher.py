@@ -103,12 +103,16 @@ def choose(version_text: str | None, offered: Sequence[str], choice: str = "auto
     library, netmods = family(version_text or ""), read_netmods(version_text or "")
     plugins = ", ".join(offered) or "no plugin"
     if choice not in CHOICES:
-        raise ConfigError(f"--launcher must be one of {', '.join(CHOICES)}, not {choice!r}")
+        raise ConfigError(
+            f"--launcher must be one of {', '.join(CHOICES)}, not {choice!r}",
+            code="unknown-launcher",
+        )
     if choice != "auto":
         if offered and choice not in ("srun", "mpirun", *offered):
             raise ConfigError(
                 f"--launcher must be one that srun offers here, but it offers {plugins}, not "
-                f"{choice}; leave --launcher out, or take mpirun"
+                f"{choice}; leave --launcher out, or take mpirun",
+                code="launcher-not-offered",
             )
         usual = MATRIX[library][0] if library else choice
         other = "" if choice in (usual, "mpirun") else f"; {library} usually takes {usual}"
@@ -117,7 +121,8 @@ def choose(version_text: str | None, offered: Sequence[str], choice: str = "auto
         raise ConfigError(
             "the MPI library of the ranks must be known to choose a launcher, but it cannot be "
             "determined here; give --launcher (Open MPI: pmix, MPICH: pmi2, Cray MPICH: "
-            "cray_shasta)"
+            "cray_shasta)",
+            code="mpi-of-ranks-unknown",
         )
     why = f"the MPI library is {library}, and srun offers {plugins}"
     if library == "MPICH" and netmods[:1] == ("ucx",):

@@ -88,7 +88,8 @@ def _bind() -> None:
     except OSError as error:
         raise ConfigError(
             f"CPU masks must name cores that this job has, but {sorted(cores)} are not: "
-            f"{error.strerror}; take the masks out, or ask for whole nodes"
+            f"{error.strerror}; take the masks out, or ask for whole nodes",
+            code="cpu-masks-outside-job",
         ) from error
 
 

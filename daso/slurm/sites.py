@@ -48,7 +48,8 @@ def read_site(name: str | None) -> Site:
     if not is_file and name not in known_sites():
         raise ConfigError(
             f"a site must be one of {', '.join(known_sites())}, or a TOML file, not {name!r}; "
-            f"leave --site and DASO_SITE out for none"
+            f"leave --site and DASO_SITE out for none",
+            code="unknown-site",
         )
     path = Path(name) if is_file else FOLDER / "sites" / f"{name}.toml"
     # The name stands in a comment of the batch script: a line break would end it.
@@ -66,11 +67,13 @@ def _read(path: Path, what: str) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{what} must be readable, but {path}: {error.strerror}; mend its path"
+            f"{what} must be readable, but {path}: {error.strerror}; mend its path",
+            code="profile-not-readable",
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{what} must be text in UTF-8, but {path}: {error}; save it so"
+            f"{what} must be text in UTF-8, but {path}: {error}; save it so",
+            code="profile-not-text",
         ) from error
 
 
@@ -80,7 +83,8 @@ def parse_site(name: str, text: str, where: str) -> Site:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"a site profile must be TOML, but {where}: {error}; mend that line"
+            f"a site profile must be TOML, but {where}: {error}; mend that line",
+            code="profile-not-toml",
         ) from error
     launcher = values.pop("launcher", "auto")
     client = _pairs(values.pop("client", {}), "client", where)
@@ -91,7 +95,10 @@ def parse_site(name: str, text: str, where: str) -> Site:
         if key not in known:
             keys = {*known, "client", "environment", "launcher"}
             hint, valid = did_you_mean(key, keys), ", ".join(sorted(keys))
-            raise ConfigError(f"unknown key {key!r} in {where}{hint}; valid keys: {valid}")
+            raise ConfigError(
+                f"unknown key {key!r} in {where}{hint}; valid keys: {valid}",
+                code="unknown-profile-key",
+            )
     defaults = {key: _convert(key, value, hints[key], where) for key, value in values.items()}
     if environment:
         defaults["environment"] = tuple(f"{key}={value}" for key, value in environment.items())
@@ -110,7 +117,9 @@ def _convert(key: str, value: Any, kind: Any, where: str) -> Any:
     )
     if not fits:
         expected = "a list of texts" if lines else NAMES[kind]
-        raise ConfigError(f"{key} in {where} must be {expected}, not {value!r}")
+        raise ConfigError(
+            f"{key} in {where} must be {expected}, not {value!r}", code="profile-value-invalid"
+        )
     return tuple(value) if lines else value
 
 
@@ -120,4 +129,6 @@ NAMES = {int: "a whole number", str: "text", bool: "true or false"}
 def _pairs(value: Any, key: str, where: str) -> dict[str, str]:
     if isinstance(value, Mapping) and all(isinstance(text, str) for text in value.values()):
         return dict(value)
-    raise ConfigError(f"{key} in {where} must be a table of texts, not {value!r}")
+    raise ConfigError(
+        f"{key} in {where} must be a table of texts, not {value!r}", code="profile-table-invalid"
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daso.environment import for_sbatch, merged
-from daso.errors import TopologyError
+from daso.errors import ConfigError, TopologyError
 from daso.slurm.job import Job, flag
 from daso.slurm.launcher import read_offered
 
@@ -36,7 +36,8 @@ def require(command: str) -> None:
     if not is_there(command):
         raise TopologyError(
             f"{command} must be on PATH, but it is not; log in to a node of a SLURM cluster, see "
-            f"the script with `daso submit --dry-run`, or use `daso run` on this machine"
+            f"the script with `daso submit --dry-run`, or use `daso run` on this machine",
+            code="no-slurm-commands",
         )
 
 
@@ -52,7 +53,8 @@ def ask(
     if not has_settings(client):
         raise TopologyError(
             f"the site's SLURM_CONF must be a file, but there is no {client['SLURM_CONF']}; start "
-            f"the cluster, or choose another --site"
+            f"the cluster, or choose another --site",
+            code="slurm-conf-not-found",
         )
     seconds = SECONDS if text is None else SUBMIT_SECONDS
     stdin = b"" if text is None else text.encode("utf-8", "surrogateescape")
@@ -70,7 +72,8 @@ def ask(
         hint = "" if text is None else "; `squeue --me` shows whether the job exists"
         raise NoAnswerError(
             f"{words[0]} must answer within {seconds} s, but it does not; see whether the "
-            f"cluster's controller is up with `scontrol ping`{hint}"
+            f"cluster's controller is up with `scontrol ping`{hint}",
+            code="slurm-does-not-answer",
         ) from error
 
 
@@ -135,18 +138,19 @@ def cpus_of_a_rank(job: Job, nodes: str, *, routed: bool) -> tuple[int, str] | N
     return max(1, shares[row] // job.tasks_per_node), f"{kind} has {row.cpus}{part}"
 
 
-def too_big(job: Job, nodes: str) -> str | None:
-    """Return the reason why a job cannot fit into its partition, or None if it can."""
+def too_big(job: Job, nodes: str) -> ConfigError | None:
+    """Return the error of a job that cannot fit into its partition, or None if it can."""
     sizes_here = [(row.cpus, row.count) for row in _rows(job, nodes)]
     need = job.tasks_per_node * job.cpus_per_task
     fit = sum(count for cpus, count in sizes_here if cpus >= need)
     if not sizes_here or fit >= job.nodes or "--overcommit" in " ".join(job.extra):
         return None
     sizes = ", ".join(f"{count} of {cpus} CPUs" for cpus, count in sorted(sizes_here))
-    return (
+    return ConfigError(
         f"ranks must fit into the slots of the partition, which has nodes: {sizes}; not {job.size} "
         f"with {need} CPUs on each; take fewer --nodes, --tasks-per-node or --cpus-per-task, or "
-        f"another --partition"
+        f"another --partition",
+        code="job-exceeds-partition",
     )
 
 

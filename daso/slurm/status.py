@@ -163,14 +163,17 @@ def _record(line: str, where: str) -> Record:
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"every line must be the record of a job, but {where}: {error}; mend or remove that "
-            f"line (a full disk may have cut it off)"
+            f"line (a full disk may have cut it off)",
+            code="job-record-damaged",
         ) from error
 
 
 def _number(text: str) -> str:
     """Return the job id without the number in an array."""
     if not re.fullmatch(r"\d+(_\d+)?", text):
-        raise ConfigError(f"a job must be a number, such as 12 or 12_3, not {text!r}")
+        raise ConfigError(
+            f"a job must be a number, such as 12 or 12_3, not {text!r}", code="job-not-a-number"
+        )
     return text.partition("_")[0]
 
 
@@ -180,7 +183,8 @@ def status(chosen: argparse.Namespace, _: Sequence[str]) -> int:
     if chosen.job is None and not records:
         raise ConfigError(
             f"{chosen.logs / RECORDS} must list jobs, but there is none; submit one, go where you "
-            f"submitted, or give a job id"
+            f"submitted, or give a job id",
+            code="no-recorded-jobs",
         )
     jobs: list[str] = [chosen.job] if chosen.job else list(records)[-NEWEST:]
     site = read_site(chosen.site).client
@@ -205,7 +209,8 @@ def _look_up(job: str, record: Record | None, site: Mapping[str, str]) -> list[S
         why = controller.stderr.decode("utf-8", "replace").strip().splitlines()
         raise ConfigError(
             f"a job must be known to SLURM or submitted from here, but {job} is not: "
-            f"{why[-1] if why else 'no answer'}; `daso status` lists those submitted from here"
+            f"{why[-1] if why else 'no answer'}; `daso status` lists those submitted from here",
+            code="job-not-known",
         )
     logs_of = [
         read_log_end(_tail(path), job=_job_of(path, job, record), name=record.name)
@@ -257,14 +262,16 @@ def logs(chosen: argparse.Namespace, _: Sequence[str]) -> int:
     if record is None:
         raise ConfigError(
             f"a job must be one that was submitted from here, but {chosen.logs / RECORDS} does not "
-            f"list {chosen.job}; go where you submitted, or give its folder with --logs"
+            f"list {chosen.job}; go where you submitted, or give its folder with --logs",
+            code="job-not-recorded",
         )
     files = _files(chosen.job, record)
     if chosen.follow:
         if _is_array(record) and "_" not in chosen.job:
             raise ConfigError(
                 f"--follow must be given one job of an array, not {chosen.job}; such as "
-                f"{chosen.job}_0"
+                f"{chosen.job}_0",
+                code="follow-needs-one-job",
             )
         return _follow(chosen.job, record, files[0])
     existing = [path for path in files if path.exists()]
@@ -272,7 +279,8 @@ def logs(chosen: argparse.Namespace, _: Sequence[str]) -> int:
         state = _look_up(chosen.job, record, {})[0]
         raise ConfigError(
             f"a job must have begun to have a log, but {chosen.job} has none yet: {state.state}, "
-            f"{state.reason}; wait for it with --follow"
+            f"{state.reason}; wait for it with --follow",
+            code="job-without-log",
         )
     for path in existing:
         if len(existing) > 1:

@@ -179,7 +179,10 @@ def _first(array: str) -> str:
 def _job(flags: Mapping[str, Any], site: Site, program: tuple[str, ...]) -> Job:
     """Build a job from defaults, the site's values, and flags; list options are concatenated."""
     if not program:
-        raise ConfigError("a program must follow: `daso submit --nodes 2 train.py`, or -m module")
+        raise ConfigError(
+            "a program must follow: `daso submit --nodes 2 train.py`, or -m module",
+            code="no-program-to-submit",
+        )
     values: dict[str, Any] = {"name": name_of(program), **site.defaults}
     for name in options():
         value = flags[name]
@@ -216,12 +219,14 @@ def _totals(flags: Mapping[str, Any], nodes: int) -> dict[str, int]:
         if each < 1 or total != each * nodes:
             raise ConfigError(
                 f"{words[-1]} must be a multiple of --nodes, but {total} {noun} do not go evenly "
-                f"on {nodes} nodes; change one, or say how many each node has"
+                f"on {nodes} nodes; change one, or say how many each node has",
+                code="total-not-divisible",
             )
         if flags[name] not in (None, each):
             raise ConfigError(
                 f"{words[-1]} and {flag(name)} must agree, but {total} in all are {each} on "
-                f"each node, not {flags[name]}; leave one out"
+                f"each node, not {flags[name]}; leave one out",
+                code="totals-do-not-agree",
             )
         values[name] = each
     return values
@@ -230,11 +235,14 @@ def _totals(flags: Mapping[str, Any], nodes: int) -> dict[str, int]:
 def _check_program(program: Sequence[str], *, container: bool) -> None:
     word = program[0]
     if word == "-m" and len(program) == 1:
-        raise ConfigError("-m must be followed by a module, such as `-m daso train`")
+        raise ConfigError(
+            "-m must be followed by a module, such as `-m daso train`", code="no-module-to-run"
+        )
     if word != "-m" and not container and not Path(word).exists():
         raise ConfigError(
             f"the script must exist when it is submitted, but there is no {word} in "
-            f"{Path.cwd()}; mend its path, or run a module with -m"
+            f"{Path.cwd()}; mend its path, or run a module with -m",
+            code="script-to-submit-missing",
         )
 
 
@@ -298,7 +306,7 @@ def _check_size(job: Job, nodes: str) -> None:
     """
     problem = None if _is_elsewhere(job) or _is_routed(job) else too_big(job, nodes)
     if problem is not None:
-        raise ConfigError(problem)
+        raise problem
 
 
 def _folder(job: Job) -> Path:
@@ -310,7 +318,8 @@ def _folder(job: Job) -> Path:
             pass
     except OSError as error:
         raise ConfigError(
-            f"--logs must be a folder to write in, but {folder}: {error.strerror}; give another"
+            f"--logs must be a folder to write in, but {folder}: {error.strerror}; give another",
+            code="logs-not-writable",
         ) from error
     return folder
 
@@ -329,14 +338,15 @@ def _sbatch(job: Job, text: str, site: Site) -> tuple[str, str]:
     option_names = re.findall(r"(?:^| )--([\w-]+)", "\n".join(job.directives()), re.MULTILINE)
     sbatch = ask(["sbatch", "--parsable"], client=site.client, text=text, options=option_names)
     if sbatch.returncode != 0:
-        raise ConfigError(explain(_text(sbatch.stderr), job))
+        raise ConfigError(explain(_text(sbatch.stderr), job), code="sbatch-refused-job")
     print(_text(sbatch.stderr), end="", file=sys.stderr)  # for example, that a site moved it
     # A site's own sbatch may print more.
     ids = list(re.finditer(r"^(\d+)(?:;(\S+))?$", _text(sbatch.stdout), re.MULTILINE))
     if not ids:
         raise ConfigError(
             f"sbatch must name the job that it took, but said {_text(sbatch.stdout).strip()!r}; "
-            f"`squeue --me` lists it"
+            f"`squeue --me` lists it",
+            code="sbatch-named-no-job",
         )
     return ids[-1][1], ids[-1][2] or ""
 

@@ -95,5 +95,6 @@ class _Link:
                 _unfinished.append((request, self._row))
                 raise StallError(
                     f"ranks must send their time within {self._timeout_seconds:g} s: "
-                    f"{self._liveness.missing()}; look there, or raise Exchange.timeout_seconds"
+                    f"{self._liveness.missing()}; look there, or raise Exchange.timeout_seconds",
+                    code="clock-sync-timed-out",
                 )

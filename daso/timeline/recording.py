@@ -57,7 +57,7 @@ class Recording(AbstractContextManager["Recording"]):
         self._timeout_seconds = timeout_seconds
         self._since = 0.0  # seconds, time.perf_counter: earlier spans belong to no batch
         self._file: TextIO | None = None
-        self._problem: str | None = None  # of writing the file
+        self._problem: ConfigError | None = None  # of writing the file
 
     @property
     def _topology(self) -> Topology:
@@ -140,8 +140,8 @@ class Recording(AbstractContextManager["Recording"]):
             finish(self._topology, world.Isend(byte_buffer(data), 0, SPANS), self._timeout_seconds)
         self._agree(problem)
 
-    def _write_line(self, line: str, *, opens: bool = False) -> str | None:
-        """Write a line; return the error message of this or an earlier line, or None."""
+    def _write_line(self, line: str, *, opens: bool = False) -> ConfigError | None:
+        """Write a line; return the error of this or an earlier line, or None."""
         if self._problem is not None:
             return self._problem
         try:
@@ -152,14 +152,15 @@ class Recording(AbstractContextManager["Recording"]):
             self._file.write(line + "\n")
             self._file.flush()
         except OSError as caught:
-            self._problem = (
+            self._problem = ConfigError(
                 f"a recording's file must be writable, but {self.path}: {caught.strerror}; choose "
-                f"another, or leave recording out"
+                f"another, or leave recording out",
+                code="recording-not-writable",
             )
         return self._problem
 
-    def _agree(self, problem: str | None) -> None:
+    def _agree(self, problem: ConfigError | None) -> None:
         """Raise world rank 0's problem on every rank."""
         problem = broadcast(self._topology, problem, self._timeout_seconds)
         if problem is not None:
-            raise ConfigError(problem)
+            raise problem

@@ -50,7 +50,8 @@ def read_timeline(path: Path) -> Timeline:
     except OSError as error:
         raise DataError(
             f"a recording must be readable, but {path}: {error.strerror}; record one with `daso "
-            f"train --trace=true`"
+            f"train --trace=true`",
+            code="recording-not-readable",
         ) from error
     try:
         # A killed run may leave half a line.
@@ -58,13 +59,15 @@ def read_timeline(path: Path) -> Timeline:
         if head["schema"] != SCHEMA:
             raise DataError(
                 f"a recording must be of version {SCHEMA}, but {path} is of {head['schema']}; "
-                f"record it again"
+                f"record it again",
+                code="recording-of-other-version",
             )
         return _timeline(head, lines)
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise DataError(
             f"a recording must be what `daso train --trace=true` writes, but {path} is not; name a "
-            f"run folder, or its trace.jsonl"
+            f"run folder, or its trace.jsonl",
+            code="recording-not-valid",
         ) from error
 
 
@@ -123,7 +126,8 @@ def _move_early_merges(spans: Mapping[int, list[Span]]) -> int:
         if any(count > 1 for count in keys.values()):
             raise DataError(
                 "a recording must be of one optimizer's exchanges, but two of a rank have the same "
-                "number; record one optimizer at a time"
+                "number; record one optimizer at a time",
+                code="recording-of-two-optimizers",
             )
         for span in of_rank:
             if span.kind == SEND:

@@ -278,5 +278,6 @@ def check_can_run(names: Iterable[str]) -> None:
         if not can_run(name):
             raise ConfigError(
                 f"{name!r} must run on a machine without a GPU (this bench trains on CPUs), but "
-                f"torch sees one; leave it out, or set CUDA_VISIBLE_DEVICES to nothing"
+                f"torch sees one; leave it out, or set CUDA_VISIBLE_DEVICES to nothing",
+                code="baseline-needs-no-gpu",
             )

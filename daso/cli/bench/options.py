@@ -26,7 +26,8 @@ def links(chosen: argparse.Namespace, usual: str = "") -> list[str]:
             if chosen.hosts is None:
                 raise ConfigError(
                     f"--link must be {HERE}, not {link}; hosts with links of a rate are made by "
-                    f"scripts/bench, in the project's repository"
+                    f"scripts/bench, in the project's repository",
+                    code="link-not-available",
                 )
     return names
 
@@ -54,7 +55,9 @@ def settle_seconds(chosen: argparse.Namespace, usual: float) -> float:
     if chosen.settle is None:
         return usual
     if not chosen.settle >= 0:
-        raise ConfigError(f"--settle must be 0 or more seconds, not {chosen.settle}")
+        raise ConfigError(
+            f"--settle must be 0 or more seconds, not {chosen.settle}", code="settle-below-zero"
+        )
     return float(chosen.settle)
 
 
@@ -67,14 +70,19 @@ def named(names: Iterable[str], known: Iterable[str]) -> None:
     """Raise `ConfigError` for unknown contenders."""
     for name in names:
         if name not in known:
-            raise ConfigError(f"--only must be one of {'; '.join(known)}, not {name!r}")
+            raise ConfigError(
+                f"--only must be one of {'; '.join(known)}, not {name!r}", code="unknown-bench-part"
+            )
 
 
 def nodes(text: str) -> list[int]:
     """Return the numbers of nodes of a comma-separated option."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 1 for word in words):
-        raise ConfigError(f"--nodes must be numbers from 2 up such as 2,3,4, not {text!r}")
+        raise ConfigError(
+            f"--nodes must be numbers from 2 up such as 2,3,4, not {text!r}",
+            code="bench-nodes-invalid",
+        )
     return [int(word) for word in words]
 
 
@@ -83,7 +91,10 @@ def algorithms(text: str) -> list[Algorithm]:
     known = [name for name in get_args(Algorithm) if name != "mpi"]
     names = [word.strip() for word in text.split(",")]
     if not set(names) <= set(known):
-        raise ConfigError(f"--algorithm must be of {', '.join(known)}, by commas, not {text!r}")
+        raise ConfigError(
+            f"--algorithm must be of {', '.join(known)}, by commas, not {text!r}",
+            code="bench-algorithm-unknown",
+        )
     return [name for name in get_args(Algorithm) if name in names]
 
 
@@ -91,7 +102,10 @@ def wires(text: str) -> list[str]:
     """Return the wires of a comma-separated option."""
     names = [word.strip() for word in text.split(",")]
     if not set(names) <= set(WIRES):
-        raise ConfigError(f"--wire must be of {', '.join(WIRES)}, by commas, not {text!r}")
+        raise ConfigError(
+            f"--wire must be of {', '.join(WIRES)}, by commas, not {text!r}",
+            code="bench-wire-unknown",
+        )
     return [name for name in WIRES if name in names]
 
 
@@ -102,7 +116,10 @@ def rates(name: str, text: str) -> list[float]:
     except ValueError:
         gigabytes = [-1.0]
     if not all(0 <= speed < float("inf") for speed in gigabytes):
-        raise ConfigError(f"--{name} must be GB/s such as 0,1,0.25, 0 for as it is, not {text!r}")
+        raise ConfigError(
+            f"--{name} must be GB/s such as 0,1,0.25, 0 for as it is, not {text!r}",
+            code="bandwidths-not-numbers",
+        )
     return [speed * 1e9 for speed in gigabytes]
 
 
@@ -113,7 +130,10 @@ def numbers(name: str, text: str) -> list[float]:
     except ValueError:
         values = []
     if not values or not all(1 <= value < 1e6 for value in values):
-        raise ConfigError(f"--{name} must be numbers from 1 up such as 3,1.5, not {text!r}")
+        raise ConfigError(
+            f"--{name} must be numbers from 1 up such as 3,1.5, not {text!r}",
+            code="slowdowns-not-numbers",
+        )
     return values
 
 
@@ -121,7 +141,9 @@ def counts(name: str, text: str) -> list[int]:
     """Return the whole numbers (at least 1) of a comma-separated option."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"--{name} must be numbers such as 1,2, not {text!r}")
+        raise ConfigError(
+            f"--{name} must be numbers such as 1,2, not {text!r}", code="bench-values-not-numbers"
+        )
     return [int(word) for word in words]
 
 

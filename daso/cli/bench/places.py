@@ -46,7 +46,10 @@ def program(kind: str, plan: Mapping[str, Any], out: Path) -> tuple[str, ...]:
 def read_result(out: Path, code: int) -> Any:
     """Return the result that ranks wrote, and remove the file; their exit code must be 0."""
     if code != 0 or not out.exists():
-        raise ExchangeError(f"the ranks must end with exit code 0, not {code}; see their output")
+        raise ExchangeError(
+            f"the ranks must end with exit code 0, not {code}; see their output",
+            code="bench-ranks-failed",
+        )
     result = json.loads(out.read_text(encoding="utf-8"))
     out.unlink()
     return result

@@ -99,7 +99,8 @@ class ScheduleConfig:
             if setting.name != "policy" and is_set and self.policy not in used:
                 raise ConfigError(
                     f"schedule.{setting.name} is of {' and '.join(used)}, but schedule.policy is "
-                    f"{self.policy}; set --schedule.policy={used[0]}, or leave it out"
+                    f"{self.policy}; set --schedule.policy={used[0]}, or leave it out",
+                    code="setting-of-other-policy",
                 )
 
 
@@ -200,7 +201,8 @@ class Config:
             raise ConfigError(
                 "a run must keep all of its ranks to be recorded, or saved in the background, but "
                 "exchange.elastic lets it lose some; leave --trace and "
-                "--checkpoint.background, or --exchange.elastic, out"
+                "--checkpoint.background, or --exchange.elastic, out",
+                code="elastic-run-cannot-record",
             )
         self.settings()
         self.policy()

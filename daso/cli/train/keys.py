@@ -35,12 +35,17 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"a file of settings must be readable, but {path}: {error.strerror}; mend the path (a "
-            f"single setting looks like --key=value)"
+            f"single setting looks like --key=value)",
+            code="settings-not-readable",
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} must be text in UTF-8, but: {error}; save it so") from error
+        raise ConfigError(
+            f"{path} must be text in UTF-8, but: {error}; save it so", code="settings-not-text"
+        ) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} must be TOML, but: {error}; mend that line") from error
+        raise ConfigError(
+            f"{path} must be TOML, but: {error}; mend that line", code="settings-not-toml"
+        ) from error
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -58,7 +63,10 @@ def _read_word(word: str) -> tuple[str, object]:
     if word.startswith("--") and "=" not in word and kinds.get(name, bool) is bool:
         return name, "true"  # a switch; an unknown key is refused later, with a suggestion
     if not word.startswith("--") or "=" not in word:
-        raise ConfigError(f"settings must look like --key=value, not {word!r}; {_valid()}")
+        raise ConfigError(
+            f"settings must look like --key=value, not {word!r}; {_valid()}",
+            code="setting-without-value",
+        )
     key, _, value = word.removeprefix("--").partition("=")
     return key.replace("-", "_"), value
 
@@ -99,7 +107,9 @@ def _build(kind: type[Any], values: Mapping[str, object]) -> Any:
     known = {key: annotation for key, annotation, _ in _keys(Config)}
     for key in values:
         if key not in known:
-            raise ConfigError(f"unknown key {key!r}{_suggest(key, known)}; {_valid(key)}")
+            raise ConfigError(
+                f"unknown key {key!r}{_suggest(key, known)}; {_valid(key)}", code="unknown-setting"
+            )
     return _fill(kind, "", {k: _convert(k, v, known[k]) for k, v in values.items()})
 
 
@@ -134,7 +144,9 @@ def _convert(key: str, value: object, annotation: Any) -> object:
     if get_origin(annotation) is Literal:
         if value not in get_args(annotation):
             choices = ", ".join(map(str, get_args(annotation)))
-            raise ConfigError(f"{key} must be one of {choices}, not {value!r}")
+            raise ConfigError(
+                f"{key} must be one of {choices}, not {value!r}", code="setting-not-a-choice"
+            )
         return value
     if get_origin(annotation) in (Union, types.UnionType):
         return _convert_number_or_word(key, value, annotation)
@@ -148,7 +160,9 @@ def _convert(key: str, value: object, annotation: Any) -> object:
             return annotation(value)
     except ValueError:
         pass
-    raise ConfigError(f"{key} must be {NAMES[annotation]}, not {value!r}")
+    raise ConfigError(
+        f"{key} must be {NAMES[annotation]}, not {value!r}", code="setting-of-wrong-type"
+    )
 
 
 NAMES = {int: "a whole number", float: "a number", str: "text"}
@@ -163,7 +177,9 @@ def _convert_number_or_word(key: str, value: object, annotation: Any) -> object:
         return _convert(key, value, number)
     except ConfigError:
         choices = " or ".join([NAMES[number], *get_args(words)])
-        raise ConfigError(f"{key} must be {choices}, not {value!r}") from None
+        raise ConfigError(
+            f"{key} must be {choices}, not {value!r}", code="setting-not-a-choice"
+        ) from None
 
 
 def _convert_names(key: str, value: object) -> tuple[str, ...]:
@@ -171,7 +187,7 @@ def _convert_names(key: str, value: object) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         return tuple(name.strip() for name in names if name)
-    raise ConfigError(f"{key} must be names, as a,b, not {value!r}")
+    raise ConfigError(f"{key} must be names, as a,b, not {value!r}", code="setting-not-names")
 
 
 def _choices(annotation: Any) -> str:
@@ -186,7 +202,7 @@ def _choices(annotation: Any) -> str:
 def _convert_bool(key: str, value: object) -> bool:
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     if str(value).lower() not in words:
-        raise ConfigError(f"{key} must be true or false, not {value!r}")
+        raise ConfigError(f"{key} must be true or false, not {value!r}", code="setting-not-boolean")
     return words[str(value).lower()]
 
 

@@ -80,7 +80,8 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(
                 f"the run folder must be writable, but {path}: {error.strerror}; choose another "
-                f"with --runs=FOLDER"
+                f"with --runs=FOLDER",
+                code="run-folder-not-writable",
             ) from error
 
     def _open_board(self, writer: Any) -> Any:
@@ -157,7 +158,8 @@ def _open_log(path: Path) -> TextIO:
         log.close()
         raise ConfigError(
             f"one run at a time may write to a run folder, but another writes to {path}; choose "
-            f"another --name=NAME, or wait for it"
+            f"another --name=NAME, or wait for it",
+            code="run-folder-in-use",
         ) from error
     except OSError:  # a file system without locks
         pass
@@ -172,7 +174,8 @@ def _find_tensorboard() -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            "tensorboard=true needs the tensorboard package; `pip install tensorboard`"
+            "tensorboard=true needs the tensorboard package; `pip install tensorboard`",
+            code="tensorboard-not-installed",
         ) from error
     return SummaryWriter
 

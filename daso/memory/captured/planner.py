@@ -73,15 +73,19 @@ def pack(blocks: Sequence[Block], way: str = "best", *, alignment: int = ALIGNME
 
 def _check(blocks: Sequence[Block], way: str) -> None:
     if way != "best" and way not in WAYS:
-        raise ConfigError(f"way must be best, {', '.join(WAYS)}, not {way!r}")
+        raise ConfigError(
+            f"way must be best, {', '.join(WAYS)}, not {way!r}", code="unknown-packing-way"
+        )
     for block in blocks:
         if block.nbytes < 0 or block.begin >= block.end:
             raise ConfigError(
-                f"a block must have a size of at least 0, and end after it begins, not {block}"
+                f"a block must have a size of at least 0, and end after it begins, not {block}",
+                code="block-without-extent",
             )
     if way == "exact" and len(blocks) > EXACT_MOST:
         raise ConfigError(
-            f"way exact can place at most {EXACT_MOST} blocks, not {len(blocks)}; use another way"
+            f"way exact can place at most {EXACT_MOST} blocks, not {len(blocks)}; use another way",
+            code="too-many-blocks",
         )
 
 

@@ -40,6 +40,7 @@ class CapturedReport:
         in_place: Number of those that change an existing tensor.
         allocating: Number of those that allocate their results, by name.
         allocated: Peak bytes of these allocated results, in addition to the arena.
+        ordinary: Peak bytes of all results in an ordinary step, without workspaces.
         fallbacks: Number of calls that ran as ordinary steps.
     """
 
@@ -52,6 +53,7 @@ class CapturedReport:
     in_place: int = 0
     allocating: dict[str, int] = field(default_factory=dict)
     allocated: int = 0
+    ordinary: int = 0
     fallbacks: int = 0
 
 
@@ -102,7 +104,8 @@ class CapturedStep:
                 f"a captured step must have no hooks except on accumulated gradients, since it "
                 f"calls no modules and its gradients do not pass through autograd, but {name} has "
                 f"one: remove it, or do not capture; daso itself sets none with "
-                f"Gradients(step='model')"
+                f"Gradients(step='model')",
+                code="captured-step-with-hooks",
             )
         self._casts = bool(autocast_kinds(targets.device))
         self._fallbacks, self._warned = 0, False
@@ -165,6 +168,7 @@ class CapturedStep:
             in_place=sum(recording.counted("in place").values()),
             allocating=recording.counted("allocates"),
             allocated=lower_bound([recording.blocks[home] for home in recording.loose]),
+            ordinary=lower_bound(recording.blocks),
             fallbacks=self._fallbacks,
         )
 
@@ -190,31 +194,39 @@ def _batch_of(inputs: Any, targets: Any) -> tuple[torch.Tensor, ...]:
         if not isinstance(value, torch.Tensor):
             raise ConfigError(
                 f"{name} must be a tensor{' or a tuple of tensors' * (name == 'inputs')}, not "
-                f"{type(value).__name__}; convert it"
+                f"{type(value).__name__}; convert it",
+                code="captured-input-not-tensor",
             )
     return (*values, targets)
 
 
 def _check(model: Any, loss_fn: Any, batch: Values) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}; wrap it")
+        raise ConfigError(
+            f"model must be a torch.nn.Module, not {type(model).__name__}; wrap it",
+            code="captured-model-not-module",
+        )
     if not callable(loss_fn):
         raise ConfigError(
-            f"loss_fn must be callable with outputs and targets, not {loss_fn!r}; pass a function"
+            f"loss_fn must be callable with outputs and targets, not {loss_fn!r}; pass a function",
+            code="loss-not-callable",
         )
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(
-            "a parameter of the model must require a gradient, but none does; unfreeze one"
+            "a parameter of the model must require a gradient, but none does; unfreeze one",
+            code="captured-model-is-frozen",
         )
     for tensor in batch:
         if tensor.requires_grad:
             raise ConfigError(
                 "inputs and targets must not require gradients, which a captured step computes "
-                "only for parameters, but one does; detach it"
+                "only for parameters, but one does; detach it",
+                code="captured-input-needs-gradient",
             )
     for module in model.modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise ConfigError(
                 "the model must not be a DistributedDataParallel, whose averaging is done by "
-                "hooks inside autograd, which a captured step does not call; pass its module"
+                "hooks inside autograd, which a captured step does not call; pass its module",
+                code="captured-model-is-ddp",
             )

@@ -129,7 +129,8 @@ def _run(
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(
-                f"loss_fn must return one number that depends on the parameters, not {got}"
+                f"loss_fn must return one number that depends on the parameters, not {got}",
+                code="captured-loss-not-number",
             )
         return backward(loss)
 

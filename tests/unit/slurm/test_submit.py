@@ -262,7 +262,7 @@ def test_what_fits_into_a_partition_passes(values):
 )
 def test_more_ranks_than_slots_are_told_with_what_there_is(values):
     wrong = job(**values)
-    text = too_big(wrong, SINFO)
+    text = str(too_big(wrong, SINFO))
     assert wrong.size in text
     there = "8 of 64 CPUs" if wrong.partition else "3 of 4 CPUs, 1 of 16 CPUs"
     assert there in text
