@@ -92,11 +92,12 @@ def _parse_one(text: str) -> Fault:
         raise ConfigError(
             f"a fault must read `{'|'.join(get_args(Kind))} rank R at EVENT N [for S s]`, or `at "
             f"every EVENT`, `full ... after B bytes`, `jump ... by S s`, not {format_value(text)}; "
-            f"events are {', '.join(trace.KINDS)}"
+            f"events are {', '.join(trace.KINDS)}",
+            code="fault-not-valid",
         )
     kind: Kind = match["kind"]  # type: ignore[assignment]  # the pattern allows only these
     if kind in NEEDS and not match[WORDS[kind]]:
-        raise ConfigError(NEEDS[kind].format(repr(text)))
+        raise ConfigError(NEEDS[kind].format(repr(text)), code="fault-without-value")
     number = None if match["every"] else int(match["number"] or 1)
     seconds = match["seconds"] or match["jump"]
     return Fault(
@@ -221,7 +222,8 @@ def _main(words: Sequence[str]) -> None:
     if len(words) < 2 or (words[1] == "-m" and len(words) < 3):
         raise ConfigError(
             "faults and a program must follow: `python -m daso.testing.faults "
-            '"kill rank 1 at step 10" train.py`'
+            '"kill rank 1 at step 10" train.py`',
+            code="no-faults-given",
         )
     plant(parse(words[0]))
     if words[1] == "-m":

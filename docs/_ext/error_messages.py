@@ -12,8 +12,8 @@ PACKAGE = Path(errors.__file__).parent
 KINDS = [name for name in errors.__all__ if name.endswith("Error") and name != "DasoError"]
 
 
-def messages() -> Iterator[tuple[str, str, str]]:
-    """List (class, message, remedy) of every error that the package raises, names for values."""
+def messages() -> Iterator[tuple[str, str, str, str]]:
+    """List (class, message, remedy, code) of every error of the package, with names for values."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
@@ -21,7 +21,8 @@ def messages() -> Iterator[tuple[str, str, str]]:
                 text = _text(node.args[0])
                 if text is not None and " " in text:
                     message, _, remedy = text.rpartition("; ")
-                    yield node.func.id, message or remedy, remedy if message else ""
+                    code = next(word.value for word in node.keywords if word.arg == "code")
+                    yield node.func.id, message or remedy, remedy if message else "", code.value
 
 
 def _text(node: ast.expr) -> str | None:

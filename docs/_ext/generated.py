@@ -65,15 +65,15 @@ class Messages(FromCode):
     def lines(self) -> list[str]:
         """Return a section for each class, in Markdown."""
         lines: list[str] = []
-        found = list(messages())
+        listed = sorted(set(messages()))
         for kind in KINDS:
-            rows = sorted({(text, remedy) for one, text, remedy in found if one == kind})
             lines += ["", f"## {kind}", "", getattr(errors, kind).__doc__, ""]
-            if not rows:
-                lines += ["Its message is the cause on the rank that failed, such as a full disk."]
-                continue
-            lines += ["| message | remedy |", "|---|---|"]
-            lines += [f"| {_cell(text)} | {_cell(remedy)} |" for text, remedy in rows]
+            lines += ["| message | remedy | code |", "|---|---|---|"]
+            lines += [
+                f"| {_cell(text)} | {_cell(remedy)} | `{code}` |"
+                for raised, text, remedy, code in listed
+                if raised == kind
+            ]
         return lines
 
 

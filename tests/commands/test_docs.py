@@ -143,7 +143,7 @@ def test_messages_of_the_reference_are_those_of_the_code(monkeypatch) -> None:
 
     told = list(messages())
     assert len(told) > 200
-    assert sum(remedy != "" or " must " in text for _, text, remedy in told) > 0.9 * len(told)
+    assert sum(remedy != "" or " must " in text for _, text, remedy, _ in told) > 0.9 * len(told)
     assert [one for one in told if "{" in one[1]] == []
     placeholders = {name for one in told for name in re.findall("<([^<>]*)>", one[1] + one[2])}
     assert [name for name in placeholders if name.startswith("_") or name == "self"] == []
@@ -161,7 +161,9 @@ def test_the_page_of_errors_is_as_errors_are_printed(monkeypatch) -> None:
     for section in sections:
         rows = [line for line in section.split("\n") if line.startswith("| ")]
         assert len(rows) != 1, f"an empty table: {section[:40]}"
-    assert any(r"| --resume goes on" in line for line in lines)
+    assert any(
+        r"| --resume goes on" in line and "| `nothing-to-resume` |" in line for line in lines
+    )
     assert "smartquotes = False" in (ROOT / "docs/conf.py").read_text()  # else "--" becomes a dash
 
 
