@@ -59,27 +59,37 @@ def judge(figure: str, recorded: Sequence[float], now: Sequence[float]) -> Verdi
     return Verdict(figure, tuple(recorded), tuple(now), word)
 
 
-def broken(found: Iterable[Verdict]) -> list[Verdict]:
+def broken(found: Iterable[Verdict], slowdown: float = 1.0) -> list[Verdict]:
     """Return guarded verdicts in which a rival beat us, or we lost half of what we were ahead."""
-    return [one for one in found if one.figure in GUARDED and _median(one.now) > _most(one)]
+    guarded = [one for one in found if one.figure in GUARDED]
+    return [one for one in guarded if _median(one.now) > _most(one, slowdown)]
 
 
-def _most(verdict: Verdict) -> float:
-    """Return what the median may be: where ranges over rounds meet, up to the rival."""
-    return min(1.0, WORST * _median(verdict.recorded)) if verdict.word == "slower" else 1.0
+def _most(verdict: Verdict, slowdown: float) -> float:
+    """Return the limit of the median: where ranges over rounds meet, the rival's.
+
+    On a slower machine the same communication is a smaller part of a rival's step.
+    """
+    if verdict.word != "slower":
+        return 1.0
+    return min(1.0, WORST * _median(verdict.recorded) * max(1.0, slowdown))
 
 
-def refuse(found: Iterable[Verdict]) -> None:
+def refuse(found: Iterable[Verdict], slowdown: float = 1.0) -> None:
     """Pass over noise.
+
+    Args:
+        found: Verdicts.
+        slowdown: A step of compute only over the recorded one.
 
     Raises:
         ExchangeError: A ratio is beyond it.
     """
-    if worst := broken(found):
+    if worst := broken(found, slowdown):
         ratios = "; ".join(f"{one.figure} was {_spread(one.now)}" for one in worst)
         raise ExchangeError(
             f"the median ratio to a rival must be at most 1, and at most {WORST:g} times the "
-            f"recorded one, but {ratios}; run `scripts/bench train`, "
+            f"recorded one on a machine as fast, but {ratios}; run `scripts/bench train`, "
             f"`exchange` or `node` for all rows"
         )
 
@@ -99,16 +109,19 @@ def verdicts(folder: Path, taken: Mapping[str, Mapping[str, Any]]) -> list[Verdi
     ]
 
 
-def pace(folder: Path, found: Mapping[str, Any]) -> str:
-    """Return a line on how fast this machine computes, since ratios depend on it.
+def pace(folder: Path, found: Mapping[str, Any]) -> tuple[str, float]:
+    """Return a line on how fast this machine computes, since ratios depend on it, and a ratio.
+
+    The ratio is a step of compute only over the recorded one; 1 if none is recorded.
 
     Args:
         folder: As in `verdicts`.
         found: What the bench of training found now.
     """
-    steps = [run["rows"][0]["step_ms"] for run in _runs(folder, "train", found)]
-    before = f"{steps[-1]:.1f} ms" if steps else "-"
-    return f"a step of compute only: recorded {before}, now {found['rows'][0]['step_ms']:.1f} ms"
+    now = found["rows"][0]["step_ms"]
+    *_, before = None, *(run["rows"][0]["step_ms"] for run in _runs(folder, "train", found))
+    recorded, slowdown = ("-", 1.0) if before is None else (f"{before:.1f} ms", now / before)
+    return f"a step of compute only: recorded {recorded}, now {now:.1f} ms", slowdown
 
 
 def _runs(folder: Path, kind: str, like: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -341,8 +341,9 @@ def _guard(chosen: argparse.Namespace) -> Measured:
         yield one, bench.table(one) + "\n", bench.figures(one)
     found = regression_check.verdicts(chosen.recorded, taken)
     print(regression_check.table(found))
-    print(regression_check.pace(chosen.recorded, taken["train"]), flush=True)
-    regression_check.refuse(found)
+    line, slowdown = regression_check.pace(chosen.recorded, taken["train"])
+    print(line, flush=True)
+    regression_check.refuse(found, slowdown)
 
 
 def _growth(chosen: argparse.Namespace) -> Measured:

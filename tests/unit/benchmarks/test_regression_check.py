@@ -34,25 +34,30 @@ def test_a_ratio_is_another_one_beyond_both_spreads_and_a_margin(recorded, now, 
 
 @pytest.mark.parametrize("figure", regression_check.GUARDED)
 @pytest.mark.parametrize(
-    ("recorded", "now", "refused"),
+    ("recorded", "now", "slowdown", "refused"),
     [
-        ([], [1.5, 0.9, 0.9], False),
-        ([], [1.5, 0.9, 1.1], True),
-        ([0.3, 0.4, 0.5], [0.6, 0.7, 0.75], False),  # slower, but not by as much
-        ([0.3, 0.4, 0.5], [0.6, 0.9, 0.95], True),
-        ([0.3, 0.4, 0.5], [0.45, 0.9, 0.95], False),  # a round was as ever
-        ([0.8], [0.99, 0.99], False),
+        ([], [1.5, 0.9, 0.9], 1.0, False),
+        ([], [1.5, 0.9, 1.1], 1.0, True),
+        ([0.3, 0.4, 0.5], [0.6, 0.7, 0.75], 1.0, False),  # slower, but not by as much
+        ([0.3, 0.4, 0.5], [0.6, 0.9, 0.95], 1.0, True),
+        ([0.3, 0.4, 0.5], [0.6, 0.9, 0.95], 0.5, True),  # a faster machine excuses nothing
+        ([0.3, 0.4, 0.5], [0.6, 0.9, 0.95], 1.2, False),
+        ([0.3, 0.4, 0.5], [0.6, 1.1, 1.2], 9.0, True),
+        ([0.3, 0.4, 0.5], [0.45, 0.9, 0.95], 1.0, False),  # a round was as ever
+        ([0.8], [0.99, 0.99], 1.0, False),
     ],
 )
-def test_a_rival_that_wins_or_a_lead_that_is_halved_is_refused(figure, recorded, now, refused):
+def test_a_rival_that_wins_or_a_lead_that_is_halved_is_refused(
+    figure, recorded, now, slowdown, refused
+):
     others = regression_check.judge("any", [0.1], [2.0])
     found = regression_check.judge(figure, recorded, now)
-    assert regression_check.broken([others, found]) == [found] * refused
+    assert regression_check.broken([others, found], slowdown) == [found] * refused
     if refused:
         with pytest.raises(ExchangeError, match=f"but {figure} was {min(now):.3f}, "):
-            regression_check.refuse([others, found])
+            regression_check.refuse([others, found], slowdown)
     else:
-        regression_check.refuse([others, found])
+        regression_check.refuse([others, found], slowdown)
 
 
 @pytest.fixture
@@ -104,8 +109,13 @@ def test_what_was_recorded_elsewhere_or_never_is_no_measure(taken, tmp_path):
 def test_how_fast_the_machine_computes_is_told(taken, tmp_path):
     now = taken["train"]
     step = f"{now['rows'][0]['step_ms']:.1f} ms"
-    assert regression_check.pace(RECORDED, now).endswith(f"recorded {step}, now {step}")
-    assert regression_check.pace(tmp_path, now).endswith(f"recorded -, now {step}")
+    line, slowdown = regression_check.pace(RECORDED, now)
+    assert line.endswith(f"recorded {step}, now {step}") and slowdown == 1
+    line, slowdown = regression_check.pace(tmp_path, now)
+    assert line.endswith(f"recorded -, now {step}") and slowdown == 1
+    now = copy.deepcopy(now)
+    now["rows"][0]["step_ms"] *= 3
+    assert regression_check.pace(RECORDED, now)[1] == pytest.approx(3)
 
 
 def test_figures_of_a_run_are_the_medians_of_its_ratios(taken):
