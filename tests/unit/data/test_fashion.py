@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from expected_errors import raises
 
 from daso.data import fashion, find_fashion, load_fashion
 from daso.errors import DataError
@@ -90,7 +91,7 @@ def test_a_folder_given_is_the_only_place(tmp_path, monkeypatch):
     system.mkdir()
     monkeypatch.setattr(fashion, "_SYSTEM", write(system))
     assert find_fashion(given) is None
-    with pytest.raises(DataError, match="given"):
+    with raises("fashion-mnist-missing"):
         load_fashion(given, train=True)
 
 

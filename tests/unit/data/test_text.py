@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from expected_errors import raises
 from torch.utils.data import DataLoader
 
 from daso.data import ByteWindows, load_text
@@ -129,5 +130,5 @@ def test_a_folder_without_text_is_named(tmp_path):
 
 @pytest.mark.parametrize("max_bytes", [0, -1])
 def test_max_bytes_below_one_is_refused(tmp_path, max_bytes):
-    with pytest.raises(ConfigError, match="max_bytes"):
+    with raises("max-bytes-too-small"):
         load_text(tmp_path, train=True, context=1, max_bytes=max_bytes)

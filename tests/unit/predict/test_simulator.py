@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from expected_errors import raises
 from hypothesis import given as given_by
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -383,7 +384,7 @@ def test_a_node_that_is_slower_does_not_make_exchanges_longer():
 
 
 def test_a_phase_of_warm_up_is_gone_through_and_epochs_are_refused():
-    with pytest.raises(ConfigError, match="Plateau"):
+    with raises("policy-needs-losses"):
         simulate(Job(1e6, 0.1), Cluster(4, GIGABIT), Plateau(9), settings(), steps=200)
     warm = simulate(Job(1e6, 0.1), Cluster(4, GIGABIT), Fixed(4, 1, 50), settings(), steps=200)
     assert (warm.skip, warm.wait) == (4, 1)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from expected_errors import raises
 from jobs import HANG_SECONDS
 
 from daso.errors import ConfigError
@@ -236,7 +237,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path, read):
         read(tmp_path / "nosuch.toml")
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="UTF-8"):
+    with raises("profile-not-text"):
         read(binary)
 
 
