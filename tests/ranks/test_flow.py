@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from benchmarks.plain_torch import LOSSES, MAKERS, build_flow, layers_of
+from expected_errors import raises
 from mpi4py import MPI
 from torch import nn
 from torch.func import functional_call
@@ -14,7 +15,6 @@ from torch.nn.functional import cross_entropy
 
 from daso import flow
 from daso.comm.p2p.packets import Messages
-from daso.errors import CheckpointError, ConfigError, FlowError
 from daso.flow.messages import NO_ADMISSION, Message, Post
 from daso.flow.plan import ranks_of_lane
 
@@ -339,11 +339,11 @@ def test_a_runtime_resumes_from_its_state(topology):
 
 def test_ranks_that_differ_are_refused(topology):
     build, instances = FLOWS["lists"]
-    with pytest.raises(ConfigError, match="same keywords"):
+    with raises("flows-differ-between-ranks"):
         flow.Runtime(build(), sgd, topology=topology, max_active_keys=2 + WORLD.rank)
     with flow.Runtime(build(), sgd, topology=topology) as runtime:
         mine = instances[::-1] if WORLD.rank else instances
-        with pytest.raises(FlowError, match="same instances"):
+        with raises("instances-differ-between-ranks"):
             runtime.train_epoch(mine)
         runtime.train_epoch(instances)
 
@@ -381,5 +381,5 @@ def test_a_state_of_another_rank_is_refused_by_all(topology):
     with flow.Runtime(graph, sgd, topology=topology, placement={"l": 1}) as runtime:
         runtime.train_epoch(images(4))
         state = topology.world_comm.bcast(runtime.state_dict())
-        with pytest.raises(CheckpointError, match="must be that of rank"):
+        with raises("state-of-other-rank"):
             runtime.load_state_dict(state)
