@@ -123,7 +123,8 @@ def _draw_steps(axes: "Axes", ratios: Mapping[str, Sequence[float | None]]) -> N
     """Draw a group of bars a column, without places for contenders that did not run."""
     width = 0.85 / len(ratios)
     for column in range(len(COLUMNS)):
-        heights = {name: row[column] for name, row in ratios.items() if row[column] is not None}
+        known = ((name, row[column]) for name, row in ratios.items())
+        heights = {name: height for name, height in known if height is not None}
         for at, (name, height) in enumerate(heights.items()):
             place = column + (at - (len(heights) - 1) / 2) * width
             label = "" if column else name
