@@ -3,6 +3,7 @@
     daso run --elastic -n 3 --ranks-per-node 1 --fault "kill rank 1 at merge 3" train.py
     mpirun -n 3 python -m daso.testing.faults "stop rank 2 at step 10 for 5 s" train.py
     daso run -n 2 --fault "full rank 0 at step 10 after 4096 bytes" train.py
+    daso run -n 2 --fault "slow rank 1 at every step for 0.1 s during 60 s" train.py
 
 Moments are the ends of recorded spans (`daso.trace.KINDS`): the third merge on that rank, its tenth
 step, any message. The program itself is not changed.
@@ -19,9 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from daso import trace
 from daso.checks import format_value
@@ -31,16 +31,21 @@ from daso.errors import ConfigError
 __all__ = ["Fault", "parse", "plant"]
 
 LEAST_STOP_SECONDS = 0.05  # so that SIGCONT does not precede SIGSTOP
-Kind = Literal["kill", "stop", "slow", "raise", "full", "jump", "flip"]
+Kind = Literal["kill", "stop", "slow", "raise", "full", "hang", "jump", "flip"]
 FORM = re.compile(
     rf"(?P<kind>{'|'.join(get_args(Kind))}) rank (?P<rank>\d+) at (?P<every>every )?"
     rf"(?P<event>{'|'.join(trace.KINDS)})(?: (?P<number>[1-9]\d*))?"
-    r"(?: for (?P<seconds>\d+(?:\.\d+)?) s| by (?P<jump>-?\d+(?:\.\d+)?) s"
-    r"| after (?P<nbytes>\d+) bytes)?",
+    r"(?: for (?P<seconds>\d+(?:\.\d+)?) s(?: during (?P<window>\d+(?:\.\d+)?) s)?"
+    r"| by (?P<jump>-?\d+(?:\.\d+)?) s| after (?P<nbytes>\d+) bytes)?",
 )
-WORDS = {"stop": "seconds", "slow": "seconds", "full": "nbytes", "jump": "jump"}  # that may follow
+WORDS = {  # that may follow
+    **dict.fromkeys(("stop", "slow", "hang"), "seconds"),
+    "full": "nbytes",
+    "jump": "jump",
+}
 NEEDS = {
     "slow": "a rank is slow for some time, but {} has none; add `for 0.1 s`",
+    "hang": "a file system hangs for some time, but {} has none; add `for 60 s`",
     "full": "a disk is full after some bytes, but {} has none; add `after 4096 bytes`",
     "jump": "a clock jumps by some time, but {} has none; add `by 3600 s`",
 }
@@ -54,7 +59,9 @@ class Fault:
         kind: ``"kill"``: SIGKILL. ``"stop"``: the whole process is suspended for ``seconds``, or
             forever. ``"slow"``: the thread at that moment waits ``seconds``. ``"raise"``: that
             thread raises a RuntimeError. ``"full"``: from then on no file of the process may grow
-            longer than ``nbytes``: writing more is an OSError, as on a full disk. ``"jump"``: the
+            longer than ``nbytes``: writing more is an OSError, as on a full disk. ``"hang"``: for
+            ``seconds`` no file system responds to writes: opening a file for writing, renaming,
+            removing and `os.fsync` wait until that time is over. ``"jump"``: the
             clock of `time.time` moves by ``seconds``, also backwards; clocks that measure
             durations do not. ``"flip"``: a bit changes in the reference that nodes agreed on.
         rank: World rank, by the launcher's count.
@@ -62,6 +69,7 @@ class Fault:
         number: Number of the event on this rank, from 1; None: every event.
         seconds: Duration, or jump of the clock; None: forever.
         nbytes: Maximum length of files.
+        window: Seconds from the first strike in which a repeated fault strikes; None: forever.
     """
 
     kind: Kind
@@ -70,6 +78,7 @@ class Fault:
     number: int | None = 1
     seconds: float | None = None
     nbytes: int | None = None
+    window: float | None = None
 
 
 def parse(text: str) -> list[Fault]:
@@ -87,12 +96,13 @@ def _parse_one(text: str) -> Fault:
     if (
         match is None
         or (match["every"] and match["number"])
+        or (match["window"] and not (match["every"] and match["kind"] == "slow"))
         or any(value and WORDS.get(match["kind"]) != name for name, value in values.items())
     ):
         raise ConfigError(
             f"a fault must read `{'|'.join(get_args(Kind))} rank R at EVENT N [for S s]`, or `at "
-            f"every EVENT`, `full ... after B bytes`, `jump ... by S s`, not {format_value(text)}; "
-            f"events are {', '.join(trace.KINDS)}",
+            f"every EVENT`, `slow ... for S s during T s`, `full ... after B bytes`, `jump ... by "
+            f"S s`, not {format_value(text)}; events are {', '.join(trace.KINDS)}",
             code="fault-not-valid",
         )
     kind: Kind = match["kind"]  # type: ignore[assignment]  # the pattern allows only these
@@ -107,6 +117,7 @@ def _parse_one(text: str) -> Fault:
         number,
         float(seconds) if seconds else None,
         int(match["nbytes"]) if match["nbytes"] else None,
+        float(match["window"]) if match["window"] else None,
     )
 
 
@@ -118,13 +129,13 @@ def plant(faults: Sequence[Fault], *, rank: int | None = None) -> Callable[[], N
         rank: This rank; None: the launcher's.
     """
     own_rank = read_launch().rank if rank is None else rank
-    own_faults = [(fault, count(1)) for fault in faults if fault.rank == own_rank]
+    own_faults = [_Planted(fault) for fault in faults if fault.rank == own_rank]
     changed = ExitStack()
 
     def meet(kind: int) -> None:
-        for fault, met in own_faults:
-            if trace.KINDS[kind] == fault.event and fault.number in (None, next(met)):
-                _strike(fault, changed)
+        for planted in own_faults:
+            if planted.is_due(trace.KINDS[kind]):
+                _strike(planted.fault, changed)
 
     def remove() -> None:
         trace.watch(None)
@@ -133,6 +144,26 @@ def plant(faults: Sequence[Fault], *, rank: int | None = None) -> Callable[[], N
     if own_faults:
         trace.watch(meet)
     return remove
+
+
+@dataclass(slots=True)
+class _Planted:
+    """A fault of this process, with the events so far."""
+
+    fault: Fault
+    met: int = 0
+    ends_at: float | None = None  # of its window
+
+    def is_due(self, event: str) -> bool:
+        """Count an event; return whether the fault strikes at it."""
+        if event != self.fault.event:
+            return False
+        self.met += 1
+        if self.fault.window is not None:
+            now = time.monotonic()
+            self.ends_at = self.ends_at or now + self.fault.window
+            return now <= self.ends_at
+        return self.fault.number in (None, self.met)
 
 
 def _strike(fault: Fault, changed: ExitStack) -> None:
@@ -145,10 +176,8 @@ def _strike(fault: Fault, changed: ExitStack) -> None:
         _stop(fault.seconds)
     elif fault.kind == "raise":
         raise RuntimeError(f"a fault that was requested, on {where}")
-    elif fault.kind == "full":
-        changed.enter_context(_full_disk(fault.nbytes or 0))
-    elif fault.kind == "jump":
-        changed.enter_context(_other_clock(fault.seconds or 0.0))
+    elif fault.kind in LASTING:
+        changed.enter_context(LASTING[fault.kind](fault))
     elif fault.kind == "flip":
         _flip_bit(where)
     else:
@@ -183,17 +212,64 @@ def _stop(seconds: float | None) -> None:
 
 
 @contextmanager
-def _full_disk(nbytes: int) -> Iterator[None]:
+def _full_disk(fault: Fault) -> Iterator[None]:
     """Limit the length of this process's files; Python ignores the accompanying signal."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (fault.nbytes or 0, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextmanager
-def _other_clock(seconds: float) -> Iterator[None]:
+def _hanging_files(fault: Fault) -> Iterator[None]:
+    """Let writes to files wait until some seconds from now."""
+    ends_at = time.monotonic() + (fault.seconds or 0.0)
+    if isinstance(os.fsync, _Stall):  # a second one
+        os.fsync.ends_at = ends_at
+        yield
+        return
+    before = os.fsync
+    stall = _Stall(before, ends_at)
+    os.fsync = stall  # type: ignore[assignment]  # called as the function is
+    sys.addaudithook(stall.before_event)  # Python removes no hook
+    yield
+    os.fsync, stall.ends_at = before, 0.0
+
+
+@dataclass(slots=True)
+class _Stall:
+    """`os.fsync`, and a hook of Python's events, that wait until a moment."""
+
+    right: Callable[[int], None]
+    ends_at: float
+
+    def __call__(self, file: Any) -> None:
+        self.wait()
+        self.right(file)
+
+    def before_event(self, event: str, args: tuple[Any, ...]) -> None:
+        """Wait before a change of a file system."""
+        if not self.ends_at:
+            return
+        if event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir") or (
+            event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR) and not _is_device(args[0])
+        ):
+            self.wait()
+
+    def wait(self) -> None:
+        while (seconds := self.ends_at - time.monotonic()) > 0:
+            time.sleep(min(seconds, 0.1))
+
+
+def _is_device(path: object) -> bool:
+    """Return whether a path is a descriptor, or of memory, processes or devices."""
+    return isinstance(path, int) or str(path).startswith(("/dev/", "/proc/", "/sys/"))
+
+
+@contextmanager
+def _other_clock(fault: Fault) -> Iterator[None]:
     """Shift `time.time`; Linux has no wall clock per process."""
+    seconds = fault.seconds or 0.0
     if isinstance(time.time, _Clock):  # a second jump
         time.time.seconds += seconds
         yield
@@ -204,6 +280,9 @@ def _other_clock(seconds: float) -> Iterator[None]:
     time.time_ns = lambda: before[1]() + int(clock.seconds * 1e9)
     yield
     time.time, time.time_ns = before
+
+
+LASTING = {"full": _full_disk, "hang": _hanging_files, "jump": _other_clock}
 
 
 @dataclass(slots=True)

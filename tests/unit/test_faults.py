@@ -26,6 +26,10 @@ def test_faults_are_read_from_text():
         Fault("full", 1, "step", 4, None, 4096)
     ]
     assert parse("jump rank 1 at exchange by -3600 s") == [Fault("jump", 1, "exchange", 1, -3600.0)]
+    assert parse("slow rank 1 at every step for 0.1 s during 60 s") == [
+        Fault("slow", 1, "step", None, 0.1, window=60.0)
+    ]
+    assert parse("hang rank 0 at step 2 for 60 s") == [Fault("hang", 0, "step", 2, 60.0)]
     assert parse("flip rank 2 at merge 3") == [Fault("flip", 2, "merge", 3)]
     assert parse("") == []
 
@@ -40,6 +44,9 @@ def test_faults_are_read_from_text():
             "kill rank 1 at step 2 for 1 s",
             "stop rank 1 at step 2 by 1 s",
             "raise rank 1 at step after 1 bytes",
+            "hang rank 1 at step 2",
+            "slow rank 1 at step 2 for 1 s during 5 s",
+            "hang rank 1 at every step for 1 s during 5 s",
         ),
     ],
 )
@@ -58,6 +65,57 @@ def test_a_disk_is_full_from_some_byte_on_until_the_fault_is_taken_away(tmp_path
         path.write_bytes(bytes(9000))
     remove()
     path.write_bytes(bytes(9000))
+
+
+def fsync(path):
+    file = os.open(path.with_name("other"), os.O_RDONLY)
+    os.fsync(file)
+    os.close(file)
+
+
+WRITES = {
+    "open": lambda path: path.write_bytes(b"x"),
+    "append": lambda path: path.open("a").close(),
+    "fsync": fsync,
+    "rename": lambda path: path.with_name("other").replace(path),
+    "remove": lambda path: path.with_name("other").unlink(),
+    "mkdir": lambda path: path.with_name("folder").mkdir(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_wait_while_a_file_system_hangs_and_reads_do_not(tmp_path, write):
+    path = tmp_path / "file"
+    path.with_name("other").write_bytes(b"x")
+    remove = plant(parse("hang rank 0 at send for 0.5 s"), rank=0)
+    try:
+        trace.record(trace.SEND, time.perf_counter())
+        begun = time.perf_counter()
+        path.with_name("other").read_bytes()
+        assert time.perf_counter() - begun < 0.4
+        WRITES[write](path)
+        assert time.perf_counter() - begun > 0.4
+        begun = time.perf_counter()
+        path.write_bytes(b"y")
+        assert time.perf_counter() - begun < 0.4, "it responds again"
+    finally:
+        remove()
+    plant(parse("hang rank 0 at send for 600 s"), rank=0)
+    trace.record(trace.SEND, time.perf_counter())
+    remove = plant(parse("hang rank 0 at send for 0.01 s"), rank=0)  # shortens the first
+    trace.record(trace.SEND, time.perf_counter())
+    remove()
+    path.write_bytes(b"z")
+
+
+def test_a_rank_is_slow_during_a_window():
+    remove = plant(parse("slow rank 0 at every send for 0.05 s during 0.2 s"), rank=0)
+    begun = time.perf_counter()
+    for _ in range(50):
+        trace.record(trace.SEND, begun)
+    seconds = time.perf_counter() - begun
+    remove()
+    assert 0.15 < seconds < 1.5, "50 delays take 2.5 s"
 
 
 def test_a_bit_of_a_reference_flips():
