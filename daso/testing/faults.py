@@ -63,7 +63,8 @@ class Fault:
             ``seconds`` no file system responds to writes: opening a file for writing, renaming,
             removing and `os.fsync` wait until that time is over. ``"jump"``: the
             clock of `time.time` moves by ``seconds``, also backwards; clocks that measure
-            durations do not. ``"flip"``: a bit changes in the reference that nodes agreed on.
+            durations do not. ``"flip"``: a bit changes in the reference that nodes agreed on; at
+            ``messages``, in the next payload that arrives from another of three or more nodes.
         rank: World rank, by the launcher's count.
         event: One of `daso.trace.KINDS`; the fault strikes at its end.
         number: Number of the event on this rank, from 1; None: every event.
@@ -178,10 +179,32 @@ def _strike(fault: Fault, changed: ExitStack) -> None:
         raise RuntimeError(f"a fault that was requested, on {where}")
     elif fault.kind in LASTING:
         changed.enter_context(LASTING[fault.kind](fault))
+    elif fault.kind == "flip" and fault.event == "messages":
+        _flip_payload(where)
     elif fault.kind == "flip":
         _flip_bit(where)
     else:
         time.sleep(fault.seconds or 0.0)
+
+
+def _flip_payload(where: str) -> None:
+    """Change the lowest bit of the next payload that this process receives, before it is added."""
+    module = sys.modules.get("daso.comm.allreduce.message_sums")
+    kind = () if module is None else module.MessageSums
+    sums: Any = next((each for each in gc.get_objects() if isinstance(each, kind)), None)
+    if sums is None:
+        raise RuntimeError(
+            f"a bit of a payload must flip on {where}, but payloads are added by another rank "
+            f"only among three nodes or more"
+        )
+    count = sums.receive
+
+    def receive(peer: int, payload: Any, index: int) -> None:
+        sums.receive = count
+        payload[0] ^= 1
+        count(peer, payload, index)
+
+    sums.receive = receive
 
 
 def _flip_bit(where: str) -> None:

@@ -62,6 +62,16 @@ def test_a_rank_ten_times_slower_for_a_while_changes_no_bit(tmp_path, whole) -> 
     assert summary["seconds"] > 1.5
 
 
+def test_a_payload_that_changes_on_its_way_ends_the_job_and_names_both_ranks(tmp_path) -> None:
+    words = ("--schedule.policy=fixed", "--schedule.skip=4", f"--runs={tmp_path}", "--name=x")
+    fault = ("--fault", "flip rank 1 at messages 9")
+    command = [*COMMAND[:5], "3", COMMAND[6], "1", *fault, "-m", "daso", "train", *PRESET, *words]
+    done = run(command)
+    assert done.returncode not in (0, None)
+    text = r"but one changed between rank \d on host \S+ and rank 1 on host"
+    assert re.search(text, done.stderr), done.stderr[-3000:]
+
+
 PROGRAM = """
 import torch, daso
 world = daso.init()
