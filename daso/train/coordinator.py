@@ -113,7 +113,7 @@ class Coordinator:
     def note_slowest(self, agreed: Header) -> None:
         """Record the rank with the longest steps, from a header of all ranks, for the report."""
         if agreed.slowest:
-            seconds, rank = decode_slow_rank(agreed.slowest, self.topology.world_size)
+            seconds, rank = decode_slow_rank(agreed.slowest, self.topology.rank_info.world_size)
             self._keep_slowest(rank, seconds, agreed.step_seconds)
 
     def _keep_slowest(self, rank: int, seconds: float, fastest_seconds: float) -> None:

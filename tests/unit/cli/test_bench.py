@@ -523,7 +523,7 @@ def test_flows_train_beside_plain_programs(tmp_path):
     path = tmp_path / "flow.json"
     small = ["--width=16", "--at-once=1,4", "--count=20", "--rounds=2", "--samples=40"]
     words = ["--task=lists", "--task=trees", "--learn", "--seeds=1", "--epochs=1", "--every=20"]
-    done = bench("flow", *words, *small, f"--json={path}")
+    done = bench("flow", *words, *small, f"--json={path}", timeout=2 * HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
     lists, trees = found["runs"]
