@@ -11,14 +11,14 @@ pytestmark = [
     pytest.mark.slow("starts two ranks"),
 ]
 
-# Ceilings only come down; the fingerprint of references, a new check, took one function.
+# Ceilings only come down; two new checks, of references and of payloads, took a function each.
 # Moves count turns from one file to another in the training thread; where
 # ranks wait, a few depend on who comes first. Each part has a file: a construction enters them all.
 CEILINGS = {
     "construction": {"files": 68, "functions": 445, "moves": 550},
     "backward between nodes": {"files": 12, "functions": 103, "moves": 34},
     "backward in a node": {"files": 6, "functions": 61, "moves": 34},
-    "one delta": {"files": 25, "functions": 205, "moves": 104},
+    "one delta": {"files": 25, "functions": 206, "moves": 104},
 }
 
 
