@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LINKS",
     "draw_overview",
+    "front_ends",
     "front_ratios",
     "gaps_of_default",
     "main",
@@ -71,6 +72,22 @@ def front_ratios(
     (run,) = (run for run in adamw["runs"] if run["plan"]["model"] == "gpt")
     gpt = {row["name"]: row["over_compute"] for row in run["rows"]}
     return {name: [*ratios, gpt.get(name)] for name, ratios in step_ratios(train).items()}
+
+
+def front_ends(
+    to_accuracy: Mapping[str, Any], to_accuracy_gpt: Mapping[str, Any]
+) -> dict[str, tuple[float | None, float | None]]:
+    """Return the CNN's accuracy in percent and the GPT's loss in nats at the end, at 1 Gbit/s.
+
+    By contender; None: it did not run.
+    """
+    cnn, gpt = (
+        {row["name"]: row["final"] for row in figures["runs"][0]["rows"]}
+        for figures in (to_accuracy, to_accuracy_gpt)
+    )
+    # The accuracy of text is its mean probability.
+    losses = {name: -math.log(percent / 100) for name, percent in gpt.items()}
+    return {name: (cnn.get(name), losses.get(name)) for name in COLORS}
 
 
 def gaps_of_default(

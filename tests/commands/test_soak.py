@@ -120,11 +120,8 @@ def test_the_watched_training_is_held_against_its_promise(tmp_path, monkeypatch)
         Training("adamw", 3, 1, 80, "flip rank 2 at merge 4"),
         Training("fsdp2", 4, 2, 60, "hang rank 1 at step 4 for 0.5 s"),
         Training("server", 3, 1, 80, "kill rank 1 at step 9"),
-        Training("stale server", 3, 1, 80, "stop rank 1 at step 9 for 0.5 s"),
         Training("flow", 2, 1, 40, "slow rank 1 at every forward for 0.05 s during 1 s"),
         Training("daso train", 2, 1, 176, "kill rank 1 at step 12"),
-        Training("daso train", 2, 1, 176, "full rank 0 at step 12 after 1000 bytes"),
-        Training("daso train", 2, 1, 176, "", 40),
     ],
     ids=str,
 )
@@ -134,8 +131,7 @@ def test_a_job_of_each_kind_keeps_its_promise(job) -> None:
 
 @pytest.mark.later("makes an environment with another MPI library")
 @pytest.mark.slow("makes an environment with another MPI library")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda one: one.name)
-def test_an_interrupted_soak_leaves_its_results_and_no_process(tmp_path, number) -> None:
+def test_an_interrupted_soak_leaves_its_results_and_no_process(tmp_path) -> None:
     path = tmp_path / "soak.json"
     words = ("--hours=1", "--every=2", f"--json={path}", f"--plot={tmp_path / 'soak.png'}")
     env = {**outside(), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -149,7 +145,7 @@ def test_an_interrupted_soak_leaves_its_results_and_no_process(tmp_path, number)
         time.sleep(0.1)
     while len(processes(str(tmp_path))) < 3:
         time.sleep(0.01)
-    soak.send_signal(number)
+    soak.send_signal(signal.SIGINT)
     text = soak.communicate(timeout=60)[0]
     assert soak.returncode == 0, text
     assert "interrupted; the results so far" in text

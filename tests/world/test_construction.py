@@ -23,6 +23,7 @@ from daso.errors import ExchangeError, StallError, TopologyError
 from daso.torch_private import gradient_hooks
 from daso.train import build, parts
 from daso.train.deltas.shard import DeltaShard
+from daso.train.recovery import survivor
 from daso.train.runner import ScheduleRunner
 
 RARE = daso.Fixed(3, 1)
@@ -389,6 +390,21 @@ def test_what_fails_behind_the_last_step_is_given_back_with_the_next_wrap(topolo
         gc.collect()
         assert not fails(topology, model, inner, CASES["auto"])
         assert held(topology, model, inner) == before
+
+
+@pytest.mark.nodes((1, 1))
+def test_an_elastic_optimizer_that_fails_takes_no_part_in_later_losses(
+    topology, failing_start, monkeypatch
+):
+    for name, value in {"problem": None, "die_on_error": None, "lost": False}.items():
+        monkeypatch.setattr(survivor, name, lambda *_, value=value: value)
+    model = network()
+    failing_start.add(topology.rank)
+    with pytest.raises(OSError) as caught:
+        daso.DASO(sgd(model), module=model, topology=topology, exchange=daso.Exchange(elastic=True))
+    assert caught.value is not None  # the session lives, in its traceback
+    assert not [each for each in survivor._open if each.topology is topology]
+    topology.is_elastic = False
 
 
 @pytest.mark.parametrize("own", [None, OSError("no memory")])

@@ -4,7 +4,7 @@ Means that return to all ranks need none: ranks that receive other bits than the
 their reference, which the next exchange compares.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,8 +29,8 @@ class PeerSums(NamedTuple):
 class MessageSums:
     """Adds up checksums of one rank's messages in host memory.
 
-    Over all ranks, what was sent minus what was received is 0 modulo `CHECKSUMS`, unless a payload
-    changed on its way. A single changed bit always shows.
+    The balances of all ranks add up to 0 modulo `CHECKSUMS`, unless a payload changed on its way. A
+    single changed bit always shows.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class MessageSums:
         sums[peer] = (sums.get(peer, 0) + int(self._sum) * (2 * index + 1)) % CHECKSUMS
 
     def balance(self) -> int:
-        """Return what was sent minus what was received, modulo `CHECKSUMS`."""
+        """Return the sums of sent payloads minus those of received ones, modulo `CHECKSUMS`."""
         sent, received = self.of_peers
         return (sum(sent.values()) - sum(received.values())) % CHECKSUMS
 
@@ -68,21 +68,3 @@ def find_damage(sums: Sequence[PeerSums]) -> tuple[int, int] | None:
             if sums[receiver].received.get(sender, 0) != value:
                 return sender, receiver
     return None
-
-
-def by_lane(
-    sums: Sequence[PeerSums], node_of: Sequence[int]
-) -> Mapping[tuple[int, ...], Sequence[PeerSums]]:
-    """Return the sums of each lane, by the world ranks of the lane, in the order of nodes.
-
-    Args:
-        sums: Of each world rank.
-        node_of: Node of each world rank.
-    """
-    local_ranks = [node_of[:rank].count(node) for rank, node in enumerate(node_of)]
-    lanes: dict[tuple[int, ...], Sequence[PeerSums]] = {}
-    for lane in range(max(local_ranks) + 1):
-        ranks = tuple(rank for rank, local_rank in enumerate(local_ranks) if local_rank == lane)
-        if any(sums[rank].sent for rank in ranks):
-            lanes[ranks] = [sums[rank] for rank in ranks]
-    return lanes

@@ -126,8 +126,8 @@ class ExchangeMemory:
         self.codec, self.where, self._poll = codec, where, poll
         self._copies: DeviceStaging | None = None if where is None else where.copies
         self._staged = where is not None and where.staged
-        self._mpi_is_on_host = where is None or where.staged
-        self.buffer = byte_buffer if self._mpi_is_on_host else device_buffer
+        self.mpi_is_on_host = where is None or where.staged
+        self.buffer = byte_buffer if self.mpi_is_on_host else device_buffer
         self.device = CPU if where is None else where.device
         self.local_buffers = BufferPool(chunks, self.device)
         # Memory that MPI reads and writes: the same, or pinned host memory.
@@ -210,7 +210,7 @@ class OrderedAllReduce(ExchangeMemory):
 
     def count_messages(self, sums: MessageSums) -> None:
         """Count the payloads that another rank adds, if MPI reads host memory."""
-        self._sums = sums if self._mpi_is_on_host else None
+        self._sums = sums if self.mpi_is_on_host else None
 
 
 class PairwiseExchange(OrderedAllReduce):

@@ -65,7 +65,7 @@ class MultiLevelAllReduce:
 
     def count_messages(self, sums: MessageSums) -> None:
         """Count the payloads that another rank adds, if MPI reads host memory."""
-        self._sums = sums if self.where is None or self.where.staged else None
+        self._sums = sums if self._means.mpi_is_on_host else None
 
     def run(self, source: ReduceBuffer, chunks: Chunks) -> Requests:
         """Replace a buffer by the mean; return the bytes sent.

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daso.comm.allreduce.message_sums import by_lane, find_damage
+from daso.comm.allreduce.message_sums import find_damage
 from daso.comm.control import gather
 from daso.errors import DivergenceError
 from daso.plan.exchange import Tally
@@ -41,10 +41,7 @@ def find_divergence(prints: Sequence[Prints], node_of: Sequence[int]) -> Diverge
         prints: Fingerprints of each world rank's part of the reference.
         node_of: Node of each world rank.
     """
-    local_ranks = [node_of[:rank].count(node) for rank, node in enumerate(node_of)]
-    lanes = min(Counter(node_of).values())
-    for lane in range(lanes):
-        ranks = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == lane]
+    for ranks in _lanes(node_of):
         versions = Counter(tuple(prints[rank]) for rank in ranks)
         if len(versions) > 1:
             usual, count = versions.most_common(1)[0]
@@ -54,6 +51,15 @@ def find_divergence(prints: Sequence[Prints], node_of: Sequence[int]) -> Diverge
             is_known = 2 * count > len(ranks)
             return Divergence(tuple(others if is_known else ranks), parameter, is_known)
     return None
+
+
+def _lanes(node_of: Sequence[int]) -> list[list[int]]:
+    """Return the world ranks of each lane, in the order of nodes."""
+    local_ranks = [node_of[:rank].count(node) for rank, node in enumerate(node_of)]
+    return [
+        [rank for rank, local_rank in enumerate(local_ranks) if local_rank == lane]
+        for lane in range(min(Counter(node_of).values()))
+    ]
 
 
 def refuse_divergence(coordinator: Coordinator, rows: Sequence[DeltaBuffer], tally: Tally) -> None:
@@ -109,8 +115,8 @@ def _refuse_damage(coordinator: Coordinator) -> None:
     assert message_sums is not None, "nothing is counted between two nodes"
     sums = gather(topology, message_sums.of_peers, limit)
     hosts, place = topology.liveness.hosts, "between two ranks"
-    for ranks, own_sums in by_lane(sums, topology.rank_info.node_of).items():
-        damage = find_damage(own_sums)
+    for ranks in _lanes(topology.rank_info.node_of):
+        damage = find_damage([sums[rank] for rank in ranks])
         if damage is not None:
             sender, receiver = (ranks[node] for node in damage)
             place = (

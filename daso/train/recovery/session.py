@@ -89,6 +89,9 @@ class ElasticSession(Watcher):
         try:
             self._session.open()
         except Exception as error:
+            if not self._survivor.survives(error):
+                self._survivor.forget()
+                raise
             self._survivor.go_on(error, self.schedule)
 
     def opened(self, parts: Parts) -> None:

@@ -109,6 +109,10 @@ class Survivor:
         elif self.topology.rank == 0:
             logger.warning("%s: where a rank is lost, all end", cause)
 
+    def forget(self) -> None:
+        """Take no part in later losses, after a construction that failed."""
+        _open.discard(self)
+
     def _all(self) -> list["Survivor"]:
         """Return the survivors of all sessions of these ranks, in the order of their opening."""
         same = [
